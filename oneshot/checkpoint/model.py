@@ -17,7 +17,6 @@ from oneshot.checkpoint.checks import (
     stock_sample,
 )
 from oneshot.checkpoint.class_names import names_in_class
-from oneshot.checkpoint.multiplied import Multiplied
 from oneshot.checkpoint.nearest import nearest_family
 from oneshot.checkpoint.own_sizes import as_stock
 from oneshot.checkpoint.quantised import refuse_quantised
@@ -91,8 +90,7 @@ class Model:
 
     def as_whole(self) -> "Model":
         """Return the same model, counted with whole matrices where low ranks are stored."""
-        assert isinstance(self.checkpoint, Multiplied)
-        return replace(self, checkpoint=self.checkpoint.whole())
+        return replace(self, checkpoint=self.checkpoint.counted_whole())
 
     @property
     def start_token(self) -> int:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from oneshot.checkpoint.compressed import again
-from oneshot.checkpoint.multiplied import LowRank, Multiplied
+from oneshot.checkpoint.low_rank import LowRank, multiplied
 from oneshot.checkpoint.reader import Checkpoint
 from oneshot.checkpoint.stock import complete_config, model_type_of, resized_config
 from oneshot.errors import CheckpointError, cause
@@ -193,21 +193,22 @@ def _refuse_family(family: Description) -> None:
         raise _UnsupportedError("its layers read an embedding of their tokens")
 
 
-def _multiplied(source: Checkpoint, config: dict[str, Any], stated: StackShape, family: Description) -> Multiplied:
+def _multiplied(source: Checkpoint, config: dict[str, Any], stated: StackShape, family: Description) -> Checkpoint:
     """Return the view in which linears and the embedding have no ranks. Raises `CheckpointError` for other tensors."""
     stored = {name for name in source.shapes if not name.endswith("inv_freq")}
     behind = f"{family.stack.layers}.{len(stated.layers)}."
     if any(name.startswith((FURTHER_PREFIX, behind)) for name in stored):
         raise _UnsupportedError("it has layers that predict tokens after the next one")
-    names = {name: name for name in stored}
-    products: dict[str, tuple[LowRank, ...]] = {}
-    for name, parts, files in (*_linears(source, stated, family), *_embedding(stated, family)):
-        missing = sorted({file for part in parts for file in part.names} - stored)
-        if missing:
-            raise CheckpointError(f"{source.folder} lacks {missing[0]}, of which its config.json tells; copy it again.")
-        products[name] = parts
-        for file in files:
-            names.pop(file, None)
+    names, parts_of = (
+        {name: name for name in stored},
+        {**_linears(source, stated, family), **_embedding(stated, family)},
+    )
+    parts = [part for of_one in parts_of.values() for part in of_one]
+    files = {file for part in parts for file in part.names}
+    if missing := sorted(files - stored):
+        raise CheckpointError(f"{source.folder} lacks {missing[0]}, of which its config.json tells; copy it again.")
+    for file in files:
+        del names[file]
     for module in _inner(source, stated, family):
         if (bias := names.pop(f"{module}.{WITHIN}.bias", None)) is not None:
             names[f"{module}.bias"] = bias
@@ -217,7 +218,12 @@ def _multiplied(source: Checkpoint, config: dict[str, Any], stated: StackShape, 
             f"{source.folder} stores {count:,} parameters where its config.json tells of "
             f"{stated.stored_parameters():,}; give an unmodified result."
         )
-    return Multiplied(source, config, stated, names, products)
+    shapes, dtypes = source.shapes, source.dtypes
+    matrices = {name: multiplied(of_one, shapes, dtypes) for name, of_one in parts_of.items()}
+    beside_bytes = max((part.bytes_beside(shapes, dtypes) for part in parts), default=0)
+    view = source.multiplying(matrices, names, stated, beside_bytes)
+    view.config = config
+    return view
 
 
 def _ranked(stated: StackShape, family: Description) -> Iterator[tuple[str, str]]:
@@ -235,30 +241,26 @@ def _inner(source: Checkpoint, stated: StackShape, family: Description) -> list[
     return [linear for linear, _ in _ranked(stated, family) if f"{linear}.{WITHIN}.weight" in source.shapes]
 
 
-def _linears(
-    source: Checkpoint, stated: StackShape, family: Description
-) -> Iterator[tuple[str, tuple[LowRank, ...], list[str]]]:
-    """Yield the weights of low rank, what they are made of, and the files' tensors that stand for nothing else."""
-    inner = set(_inner(source, stated, family))
+def _linears(source: Checkpoint, stated: StackShape, family: Description) -> dict[str, list[LowRank]]:
+    """Return the weights of low rank, and what they are made of."""
+    inner, found = set(_inner(source, stated, family)), {}
     for linear, read in _ranked(stated, family):
         weight = f"{linear}.{WITHIN}.weight" if linear in inner else f"{linear}.weight"
-        part = LowRank(weight, f"{read}.weight", f"{read}.columns")
-        yield f"{linear}.weight", (part,), list(part.names)
+        found[f"{linear}.weight"] = [LowRank(weight, f"{read}.weight", f"{read}.columns")]
+    return found
 
 
-def _embedding(stated: StackShape, family: Description) -> Iterator[tuple[str, tuple[LowRank, ...], list[str]]]:
-    """Yield the embedding if its ranges have ranks, as `_linears`."""
-    if not stated.embedding:
-        return
+def _embedding(stated: StackShape, family: Description) -> dict[str, list[LowRank]]:
+    """Return the embedding, and the parts of its ranges; nothing for a whole table."""
     module, parts = family.stack.embedding.removesuffix(".weight"), []
     for number, table in enumerate(stated.embedding):
         rows, to_width = f"{module}.tables.{number}.weight", f"{module}.maps.{number}"
         is_whole = table.rank >= stated.embedding_size
         parts.append(LowRank(rows) if is_whole else LowRank(rows, f"{to_width}.weight", f"{to_width}.columns"))
-    yield family.stack.embedding, tuple(parts), [name for part in parts for name in part.names]
+    return {family.stack.embedding: parts} if parts else {}
 
 
-def _with_largest(view: Multiplied, family: Description, stated: StackShape) -> Checkpoint:
+def _with_largest(view: Checkpoint, family: Description, stated: StackShape) -> Checkpoint:
     """Return the view whose config states the largest sizes of the layers."""
     shape = read_shape(family, view.config | complete_config(view.config), view.shapes)
     if shape.num_hidden_layers != len(stated.layers):

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from oneshot.checkpoint.compressed import again
 from oneshot.checkpoint.dtypes import DTYPES, ITEM_BYTES
-from oneshot.checkpoint.quantised import NOT_QUANTISED, QuantisedWeights
+from oneshot.checkpoint.quantised import NOT_QUANTISED, QuantisedWeight, QuantisedWeights
 from oneshot.checkpoint.quantised_kinds import find_quantised
 from oneshot.checkpoint.read_log import ReadLog
 from oneshot.checkpoint.safe_files import check_readable, read_config, read_json, stored_file
@@ -51,10 +52,9 @@ class Checkpoint:
     weights_at_hand = True  # whether tensors can be read
     quantised: QuantisedWeights = NOT_QUANTISED
     log: ReadLog | None = None  # hashes of what is read from this checkpoint and its views
-    stated: StackShape | None = None  # the sizes of a result of ours, by which it is counted, see `own_sizes`
-    _beside: "Checkpoint | None" = None
-    log: ReadLog | None = None  # hashes of what is read from this checkpoint and its views
-    stated: StackShape | None = None  # the sizes of a result of ours, by which it is counted, see `own_sizes`
+    stated: StackShape | None = None  # the sizes of a result of ours, see `own_sizes`
+    beside_bytes: int = 0  # what reading a tensor takes beside it and its pages
+    _saved: tuple[int, int] = (0, 0)  # parameters and bytes that low ranks save in the files
     _beside: "Checkpoint | None" = None
 
     def __init__(self, folder: Path) -> None:
@@ -156,7 +156,7 @@ class Checkpoint:
     @property
     def num_parameters(self) -> int:
         """Return the stored parameters: every element of every tensor in the files."""
-        return sum(torch.Size(shape).numel() for shape in self.shapes.values())
+        return sum(torch.Size(shape).numel() for shape in self.shapes.values()) - self._saved[0]
 
     @property
     def num_bytes(self) -> int:
@@ -166,16 +166,33 @@ class Checkpoint:
     @property
     def tensor_bytes(self) -> int:
         """Return the bytes of the tensors that are in this view of the files."""
-        return sum(torch.Size(shape).numel() * ITEM_BYTES[self.dtypes[name]] for name, shape in self.shapes.items())
-
-    @property
-    def beside_bytes(self) -> int:
-        """Return what reading a tensor takes beside it and its pages."""
-        return 0
+        whole = (torch.Size(shape).numel() * ITEM_BYTES[self.dtypes[name]] for name, shape in self.shapes.items())
+        return sum(whole) - self._saved[1]
 
     def renamed(self, names: Mapping[str, str]) -> "Checkpoint":
         """Return a view of the same files with other names, `name -> name so far`; other tensors are not in it."""
         return self._showing({name: (self, so_far) for name, so_far in names.items()})
+
+    def multiplying(
+        self, matrices: Mapping[str, QuantisedWeight], names: Mapping[str, str], stated: StackShape, beside_bytes: int
+    ) -> "Checkpoint":
+        """Return a view of a result of ours of these sizes, whose matrices of low rank are read as whole ones.
+
+        It is counted as it is stored (`counted_whole`: as it is read). `names`: of all other tensors, as in `renamed`.
+        """
+        view = self.renamed(names)
+        view.quantised = replace(self.quantised, weights={**self.quantised.weights, **matrices})
+        view.shapes |= {name: matrix.shape for name, matrix in matrices.items()}
+        view.dtypes |= {name: matrix.dtype for name, matrix in matrices.items()}
+        view._saved = view.num_parameters - self.num_parameters, view.tensor_bytes - self.tensor_bytes
+        view.stated, view.beside_bytes = stated, beside_bytes
+        return view
+
+    def counted_whole(self) -> "Checkpoint":
+        """Return the same view, counted as what it reads."""
+        view = copy.copy(self)
+        view.stated, view._saved = None, (0, 0)
+        return view
 
     def _showing(self, names: Mapping[str, tuple["Checkpoint", str]]) -> "Checkpoint":
         """Return a view of the same files; of every name, the view that has the tensor and its name there."""

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -173,7 +174,6 @@ def _of_check(footprint: Footprint) -> tuple[str, str]:
 
 def print_profile(profile: Profile) -> None:
     """Print what each layer would lose, and what that would do to the model's output."""
-    width = profile.ffn_errors.shape[1] - 1
     table = _table(
         "layer",
         "FFN error ¾",
@@ -185,6 +185,7 @@ def print_profile(profile: Profile) -> None:
         title="sensitivity: KL divergence of the output (nats per token) per relative squared error",
     )
     for layer, errors in enumerate(profile.ffn_errors):
+        width = _width(errors)
         table.add_row(
             str(layer),
             *(f"{float(errors[round(share * width)]) ** 0.5:.4f}" for share in (3 / 4, 1 / 2)),
@@ -199,6 +200,12 @@ def print_profile(profile: Profile) -> None:
             ),
         )
     open_console().print(table)
+
+
+def _width(errors: torch.Tensor) -> int:
+    """Return the width of an FFN by its errors; zeros stand behind the whole width of layers narrower than others."""
+    losing = errors.nonzero()
+    return min(int(losing[-1]) + 1 if len(losing) else len(errors), len(errors) - 1)
 
 
 def gibibytes(size: float) -> str:

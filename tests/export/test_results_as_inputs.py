@@ -156,7 +156,6 @@ def test_it_is_read_as_its_own_class_computes_it(name: str, make_random: MakeRan
         }
     assert model.stored.stored_parameters() == model.checkpoint.num_parameters == stored.num_parameters
     assert model.has_ranks == (ranges or any("rank" in key for size in sizes for key in size))
-    assert model.checkpoint.content_hash() == stored.content_hash()
     model.checkpoint.log_all()
     assert model.checkpoint.log is not None
     assert model.checkpoint.log.hashes.keys() == stored.stored_names
@@ -349,7 +348,7 @@ def test_an_order_that_lists_a_column_twice_is_refused(make_random: MakeRandom, 
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.0.mlp.up_read.columns"][0] = tensors["model.layers.0.mlp.up_read.columns"][1]
     save_file(tensors, copy / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"up_read\.columns in .* does not list every column once"):
+    with pytest.raises(CheckpointError, match=r"up_read\.columns does not list every column once"):
         identify(Checkpoint(copy)).read_layer(0)
 
 

@@ -1,0 +1,67 @@
+"""Matrices of low rank in the files of our results, multiplied out as they are read."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from oneshot.checkpoint.dtypes import ITEM_BYTES
+from oneshot.checkpoint.quantised import QuantisedWeight, Shapes
+from oneshot.errors import CheckpointError
+
+PANEL_ROWS = 256  # of a matrix, that are multiplied at once in float64
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """Name the stored tensors of rows of a matrix `(m, n)`, of rank r or whole.
+
+    `columns (m, r)`: r of its columns. `others (n − r, r)`: what makes the others from them; empty for whole rows.
+    `order (n,)`: the numbers of both.
+    """
+
+    columns: str
+    others: str = ""
+    order: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names of the stored tensors."""
+        return (self.columns, self.others, self.order) if self.others else (self.columns,)
+
+    def width(self, shapes: Shapes) -> int:
+        """Return the columns of the matrix, by the shapes of the stored tensors."""
+        return shapes[self.order][0] if self.others else shapes[self.columns][1]
+
+    def bytes_beside(self, shapes: Shapes, dtypes: Mapping[str, str]) -> int:
+        """Return what multiplying takes beside the matrix: pages of the files, a factor and a panel in float64."""
+        pages = sum(math.prod(shapes[name]) * ITEM_BYTES[dtypes[name]] for name in self.names)
+        in_float64 = math.prod(shapes[self.others]) + 2 * PANEL_ROWS * self.width(shapes) if self.others else 0
+        return pages + ITEM_BYTES["F64"] * in_float64
+
+
+def multiplied(parts: Sequence[LowRank], shapes: Shapes, dtypes: Mapping[str, str]) -> QuantisedWeight:
+    """Return the matrix whose rows these parts have, one after the other; it is rounded once to its stored dtype."""
+    size = sum(shapes[part.columns][0] for part in parts), parts[0].width(shapes)
+    names = {name: name for part in parts for name in part.names}
+    return QuantisedWeight(names, size, dtypes[parts[0].columns], partial(_whole, parts, size))
+
+
+def _whole(parts: Sequence[LowRank], size: tuple[int, int], tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return the matrix. Raises `CheckpointError` for an order that does not list every column once."""
+    whole = tensors[parts[0].columns].new_empty(size)
+    for part, place in zip(parts, whole.split([len(tensors[part.columns]) for part in parts]), strict=True):
+        columns = tensors[part.columns]
+        if not part.others:
+            place.copy_(columns)
+            continue
+        others, order, rank = tensors[part.others], tensors[part.order], columns.shape[1]
+        if others.shape != (size[1] - rank, rank) or not torch.equal(order.sort().values, torch.arange(size[1])):
+            raise CheckpointError(f"{part.order} does not list every column once; give an undamaged checkpoint.")
+        place[:, order[:rank]] = columns
+        factor = others.double().T
+        for rows, to in zip(columns.split(PANEL_ROWS), place.split(PANEL_ROWS), strict=True):
+            to[:, order[rank:]] = (rows.double() @ factor).to(place.dtype)
+    return whole
