@@ -76,12 +76,13 @@ def reason_against_result(engine: Engine | None, config: dict[str, Any]) -> str 
     if engine is None:
         return None
     if config["model_type"] == NAS_MODEL_TYPE and engine != "vllm" and (reason := obstacle(config)) is not None:
-        return f"{ENGINES[engine]} does not open the result: {reason}."
+        return f"{ENGINES[engine]} does not open the result: {reason}; leave --form out."
     if config["model_type"] == RESIZED_MODEL_TYPE and engine == "vllm":
         heads = {layer["num_attention_heads"] for layer in config["sizes"]["layers"]}
         if heads != {config["num_attention_heads"]}:
             return "vLLM opens this family with the same heads in all layers only; set heads=none."
-    return next((note for engines, note in engines_that_differ(config) if engine in engines), None)
+    notes = (note for engines, note in engines_that_differ(config) if engine in engines)
+    return next((f"{note.removesuffix('.')}; leave engine={engine} out of --serve." for note in notes), None)
 
 
 def width_step_in(engine: Engine | None, form: Form) -> int:

@@ -120,7 +120,7 @@ class Job:
         engine, run = self.config.target.serving.engine, self.run
         reason = None if engine is None else reason_against_result(engine, run.form.config(run.model, plan))
         if reason is not None:
-            raise PlanError(f"{reason.removesuffix('.')} (--serve {self.config.target.serve}).")
+            raise PlanError(reason)
 
     @cached_property
     def fingerprint(self) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """Ask vLLM in its own environment: `python ask_vllm.py REQUESTS.json ANSWERS.json`.
 
 A request has `folder`, `implementation` (auto, vllm or transformers), `dtype`, `prompts` (lists of token ids),
-`max_tokens` (for all or for each prompt), `max_length` and perhaps other `options` of vLLM. Its answer has, for every
-prompt, the log-probability of each of its tokens after the first, and the greedy continuation. A model that vLLM does
-not open has an error's text in their place.
+`max_tokens` (for all or for each prompt), `max_length`, and perhaps other `options` of vLLM and the folder of an
+`adapter`. Its answer has, for every prompt, the log-probability of each of its tokens after the first, and the greedy
+continuation. A model that vLLM does not open has an error's text in their place.
 """
 
 import json
@@ -17,13 +17,13 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "fork")  # processes that share a model need not import all again
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 def answers_to(request: dict[str, Any]) -> list[dict[str, Any]]:
     """Return an answer for every prompt of a request."""
     from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
 
     options = {
         "model_impl": request["implementation"],
@@ -41,7 +41,9 @@ def answers_to(request: dict[str, Any]) -> list[dict[str, Any]]:
         SamplingParams(temperature=0, max_tokens=limit, prompt_logprobs=0, ignore_eos=True)
         for limit in (limits if isinstance(limits, list) else [limits] * len(prompts))
     ]
-    outputs = model.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
+    adapter = LoRARequest("adapter", 1, request["adapter"]) if "adapter" in request else None
+    tokens = [{"prompt_token_ids": ids} for ids in prompts]
+    outputs = model.generate(tokens, sampling, use_tqdm=False, lora_request=adapter)
     answers = []
     for output in outputs:
         scored = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)

@@ -48,6 +48,7 @@ class Expected:
     """What transformers answers to the prompts, by this package's own class."""
 
     def __init__(self, folder: Path, source: Path) -> None:
+        self.source = source
         self.model = load_model(folder, device=torch.device("cpu"), dtype=torch.float32)
         self.text = topics(20, 40)
         # transformers gives every Qwen2 its tokenizer, so the input's is asked

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from adapters import adapter_of_another, write_adapter
 from conftest import ask_vllm_together
 from engines import BY_LAYER, NEW_TOKENS, SHARED_LAYERS, SHARED_TENSORS, SIZES, Expected
 from factories import build_model, silence
@@ -24,6 +25,13 @@ ONE_KV_HEAD = "one KV head, ranks"
 TENSORS = ("ranks, biases", "ranks of the embedding", "sizes inside heads", ONE_KV_HEAD)  # also by two processes
 LAYERS = ("ranks, biases", "ranks of the embedding", "subspaces", "opt")
 PROCESSES = {f"{name}, shared tensors": (name, SHARED_TENSORS) for name in TENSORS}
+OF_ANOTHER = "the dense model's adapter"
+ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {  # of a result, and options of vLLM beside
+    "ranks, adapter": ("ranks, biases", {}),
+    "no ranks, adapter": ("no ranks, rotary of llama3", {}),
+    "adapter, shared tensors": ("ranks, biases", SHARED_TENSORS),
+    "one KV head, adapter, shared tensors": (ONE_KV_HEAD, SHARED_TENSORS),
+}
 PROCESSES |= {f"{name}, shared layers": (name, SHARED_LAYERS) for name in LAYERS}
 Answered = tuple[Expected, Any]  # transformers' answers, and vLLM's or an error's text
 
@@ -45,6 +53,21 @@ def answered(
         requests[name] = request | {"implementation": "vllm"}
     shared = {how: requests[name] | {"options": options} for how, (name, options) in PROCESSES.items()}
     expected |= {how: expected[name] for how, (name, _) in PROCESSES.items()}
+    sources: dict[str, Path] = {}
+    for case, (name, options) in ADAPTERS.items():
+        whole, place = Path(requests[name]["folder"]), folder / case.replace(" ", "-")
+        if name not in sources:
+            sources[name] = place
+            write_adapter(whole, place, place.with_suffix(".merged"))
+        merged = Expected(sources[name].with_suffix(".merged"), expected[name].source)
+        expected[case] = merged
+        options = options | {"enable_lora": True, "max_lora_rank": 8}
+        adapter = {"adapter": str(sources[name]), "options": options, "prompts": merged.prompts}
+        requests[case] = requests[name] | adapter
+    of_another = folder / "of-another"
+    adapter_of_another(sources[STAGGERED], of_another)
+    expected[OF_ANOTHER] = expected[STAGGERED]
+    requests[OF_ANOTHER] = requests["ranks, adapter"] | {"adapter": str(of_another)}
     prompts, limits = expected[STAGGERED].staggered()
     staggered = {"staggered": requests[STAGGERED] | {"prompts": prompts, "max_tokens": limits}}
     expected["staggered"] = expected[STAGGERED]
@@ -72,6 +95,20 @@ def test_two_processes_answer_as_transformers(name: str, answered: dict[str, Ans
     expected, answers = answered[name]
     assert not isinstance(answers, str), answers[-4000:]
     expected.agrees_with_vllm(answers)
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_an_adapter_answers_as_the_weights_with_it(name: str, answered: dict[str, Answered]) -> None:
+    expected, answers = answered[name]
+    assert not isinstance(answers, str), answers[-4000:]
+    expected.agrees_with_vllm(answers)
+
+
+def test_an_adapter_of_other_sizes_is_refused(answered: dict[str, Answered]) -> None:
+    """vLLM would take the first rows of it."""
+    _, error = answered[OF_ANOTHER]
+    assert "outputs for" in error
+    assert "train an adapter on the result itself" in error
 
 
 def test_prompts_that_come_and_end_in_turns_have_their_answers(answered: dict[str, Answered]) -> None:

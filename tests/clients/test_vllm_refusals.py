@@ -43,8 +43,15 @@ TENSOR_PARALLEL: dict[tuple[str, str], tuple[int, str]] = {
     (NO_RANKS, "neurons on two GPUs"): (2, "Layer 1 has 77 neurons, which 2 GPUs cannot share equally"),
 }
 CASES: dict[tuple[str, str], tuple[dict[str, Any], str]] = {
-    (result, name): case for result in (LLAMA, GRANITE) for name, case in UNTRIED.items()
+    (result, name): case
+    for result in (LLAMA, GRANITE)
+    for name, case in UNTRIED.items()
+    if (result, name) != (LLAMA, "adapters")
 }
+CASES[LLAMA, "shared adapters"] = (
+    {"enable_lora": True, "fully_sharded_loras": True},
+    "has adapters for linears that are not quantised, and a whole adapter on every GPU",
+)
 CASES |= {case: ({"tensor_parallel_size": count}, part) for case, (count, part) in TENSOR_PARALLEL.items()}
 CASES |= {
     case: ({"tensor_parallel_size": 2} if "GPUs" in case[1] else {}, part) for case, (_, part) in QUANTISED.items()

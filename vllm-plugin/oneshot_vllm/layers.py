@@ -26,6 +26,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.utils import set_weight_attrs
 
+from oneshot_vllm.adapters import Adaptable
 from oneshot_vllm.config import OneshotConfig
 from oneshot_vllm.low_rank import coordinates_of
 
@@ -60,7 +61,7 @@ def norm_of(config: OneshotConfig, width: int) -> RMSNorm:
     return RMSNorm(width, eps=config.rms_norm_eps * config.norm_width / width)
 
 
-class OneshotAttention(nn.Module):
+class OneshotAttention(Adaptable):
     """Grouped-query attention with sizes of its own, and rotary pairs chosen by each KV group where they are fewer.
 
     GPUs share the heads. If they are more than the KV heads, several have the same KV head, from all of which it is
@@ -185,7 +186,7 @@ class OneshotAttention(nn.Module):
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(1, 2)
 
 
-class OneshotMLP(nn.Module):
+class OneshotMLP(Adaptable):
     """The FFN, with or without a gate."""
 
     def __init__(self, config: OneshotConfig, sizes: dict[str, Any], made: Made, prefix: str) -> None:
@@ -218,7 +219,7 @@ class OneshotMLP(nn.Module):
         return self.down_proj(inner)
 
 
-class OneshotDecoderLayer(nn.Module):
+class OneshotDecoderLayer(Adaptable):
     """`W x + attn(norm(x))`, then `V h + ffn(norm(h))`; W and V only where the stream enters another subspace.
 
     Attention without heads and an FFN without neurons are absent, also their norms.

@@ -13,7 +13,7 @@ from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
-from vllm.model_executor.models.interfaces import SupportsPP
+from vllm.model_executor.models.interfaces import SupportsLoRA, SupportsPP
 from vllm.model_executor.models.utils import (
     PPMissingLayer,
     extract_layer_index,
@@ -102,7 +102,7 @@ class OneshotModel(nn.Module):
         return states if self.head_map is None else self.head_map(states)
 
 
-class OneshotForCausalLM(nn.Module, SupportsPP):
+class OneshotForCausalLM(nn.Module, SupportsLoRA, SupportsPP):
     """The model with its output head."""
 
     packed_modules_mapping = MERGED_FROM  # by which vLLM finds how a merged linear is quantised
@@ -113,6 +113,7 @@ class OneshotForCausalLM(nn.Module, SupportsPP):
         config: OneshotConfig = vllm_config.model_config.hf_config
         assert config.layers is not None
         self.model = OneshotModel(vllm_config=vllm_config, prefix=f"{prefix}.model" if prefix else "model")
+        self.config = config  # which vLLM's adapters ask for
         self.make_empty_intermediate_tensors = self.model.make_empty_intermediate_tensors
         self.lm_head: Any = None
         if config.embedding is None and not self.model.is_last:

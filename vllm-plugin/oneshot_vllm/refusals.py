@@ -18,7 +18,7 @@ class LlamaRefusals(VerifyAndUpdateConfig):
     def verify_and_update_config(vllm_config: VllmConfig) -> None:
         """Raise `ValueError` for what vLLM offers and these layers do not have."""
         refuse_quantisation(vllm_config)
-        refuse_adapters(vllm_config)
+        refuse_sharded_adapters(vllm_config)
         config: Any = vllm_config.model_config.hf_config
         parallel = vllm_config.parallel_config
         names = {
@@ -80,6 +80,16 @@ def refuse_quantisation(vllm_config: VllmConfig) -> None:
 def is_ignored(name: str, ignored: Iterable[str]) -> bool:
     """Return whether a list of names, and of patterns after `re:`, has a module."""
     return any(re.match(one[3:], name) if one.startswith("re:") else one == name for one in ignored)
+
+
+def refuse_sharded_adapters(vllm_config: VllmConfig) -> None:
+    """Raise `ValueError` for adapters in ways that were not tried."""
+    adapters = vllm_config.lora_config
+    if adapters is not None and (adapters.fully_sharded_loras or vllm_config.model_config.quantization is not None):
+        raise ValueError(
+            "oneshot-vllm has adapters for linears that are not quantised, and a whole adapter on every GPU; leave out "
+            "--enable-lora, or --fully-sharded-loras and the quantisation."
+        )
 
 
 def refuse_adapters(vllm_config: VllmConfig) -> None:
