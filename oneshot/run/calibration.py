@@ -162,10 +162,11 @@ class Calibration:
         Fingerprint or profile say whether it is the same model.
         """
         found = [peek_saved(output, SAVED_TEXT) for output in self._outputs if self._config.resume]
-        if self._profile is not None:
-            found.append(text_of_profile(Path(self._profile).expanduser()))
+        of_profile = None if self._profile is None else text_of_profile(Path(self._profile).expanduser())
+        if of_profile is not None and of_profile["seed"] == self._config.seed:
+            found.append(of_profile)
         for saved in found:
-            if saved is not None and saved.get("seed") == self._config.seed:
+            if saved is not None:
                 token_ids = torch.tensor(saved["token_ids"])
                 if token_ids.shape == (num_sequences, self._config.text.sequence_length):
                     return Text(token_ids, SELF)
