@@ -99,7 +99,8 @@ def _profiled_embedding(work: Work, probes: Term) -> list[Stage]:
     """Return the stages in which a reduced embedding passes the dense model, while the other `probes` wait."""
     shape, length = work.shape, work.text.sequence_length
     head = terms.output_head(work)
-    states = Term(3 * EMBEDDING_PROBES * length * shape.hidden_size * work.dtype.itemsize, computed=True, knobs=LENGTH)
+    numbers = 3 * EMBEDDING_PROBES * length * shape.hidden_size
+    states = Term(numbers * work.dtype.itemsize, computed=True, knobs=LENGTH)
     expanded = Term(work.outside_bytes)
     held = (head, states, expanded, probes)
     walk = (*terms.layer(work), terms.layer_copy(work), terms.activations(work, shape.intermediate_size, length))

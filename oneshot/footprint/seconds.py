@@ -18,7 +18,8 @@ from oneshot.footprint.terms import choice_cost
 from oneshot.footprint.work import Work
 from oneshot.linalg.psd import CONDITION_STEPS
 from oneshot.machine import Store
-from oneshot.profiling import CURVATURE_TOKENS, IMPORTANCE_TOKENS
+from oneshot.profiling import IMPORTANCE_TOKENS
+from oneshot.profiling.curvature import curvature_tokens
 from oneshot.profiling.embedding import EMBEDDING_PROBES
 from oneshot.profiling.probes import num_probes, probe_sequences
 from oneshot.profiling.profiler import STATISTICS_SEQUENCES
@@ -110,7 +111,7 @@ def own_text_seconds(work: Work, rates: Rates) -> float:
 def _curvature(work: Work, forward: float, rates: Rates, store: Store) -> Seconds:
     """Return the seconds of the pass forward and back that measures output curvature."""
     shape, layers = work.shape, work.shape.num_hidden_layers
-    tokens = min(CURVATURE_TOKENS, work.num_tokens)
+    tokens = min(curvature_tokens(work.num_tokens), work.num_tokens)
     head = tokens * shape.vocab_size * shape.hidden_size
     grams = sum(_gram(size, tokens) for size in work.curvature_sizes)
     numbers = sum(size**2 for size in work.curvature_sizes) / 2
@@ -166,7 +167,8 @@ def _profile(work: Work, forward: float, rates: Rates) -> Seconds:
             seconds["solve"] += 2 * layers * _latency(work)
         seconds["transfer"] = layers * work.layer_bytes / rates.link
     if work.schedule.profiles_embedding:
-        seconds["embedding"] = EMBEDDING_PROBES * (layers * length * forward / rates.stream + 6 * logits)
+        passed = min(EMBEDDING_PROBES, work.text.num_sequences)
+        seconds["embedding"] = passed * (layers * length * forward / rates.stream + 4 * logits)
     return seconds
 
 

@@ -13,8 +13,7 @@ from oneshot.machine import Machine
 from oneshot.machine.memory import device_capacity, pinned_bytes
 from oneshot.method import Method
 from oneshot.planning import Grid, HiddenPlan, Plan
-from oneshot.profiling import CURVATURE_TOKENS
-from oneshot.profiling.curvature import measured_sizes
+from oneshot.profiling.curvature import curvature_tokens, measured_sizes
 from oneshot.profiling.profiler import STATISTICS_SEQUENCES
 from oneshot.schedule import Schedule
 from oneshot.stream import holds_scores
@@ -137,7 +136,7 @@ class Work:
         Beside the states there are lent keys and values, and the gradients at them.
         """
         length = self.text.sequence_length
-        sequences = min(math.ceil(CURVATURE_TOKENS / length), self.text.num_sequences)
+        sequences = min(math.ceil(curvature_tokens(self.num_tokens) / length), self.text.num_sequences)
         number = self.dtype.itemsize * length * sequences
         lent = (self.shape.lent * number,) * 2 if self.shape.lent else ()
         return (self.shape.hidden_size * number,) * (self.shape.num_hidden_layers + 1) + lent

@@ -1,6 +1,6 @@
 """Profiles: what smaller sizes cost, measured in one dense pass; output curvature; and the latency of layers."""
 
-from oneshot.profiling.curvature import CURVATURE_TOKENS, measure_curvature
+from oneshot.profiling.curvature import curvature_tokens, measure_curvature
 from oneshot.profiling.files import (
     load_profile,
     profile_hash,
@@ -8,7 +8,6 @@ from oneshot.profiling.files import (
     refuse_existing,
     refuse_other,
     save_profile,
-    text_of_profile,
 )
 from oneshot.profiling.importance import IMPORTANCE_TOKENS, measure_importance
 from oneshot.profiling.latency import Timings, measured_seconds
@@ -17,11 +16,11 @@ from oneshot.profiling.profile import make_profile
 from oneshot.profiling.profiler import LayerProfiler
 
 __all__ = [
-    "CURVATURE_TOKENS",
     "IMPORTANCE_TOKENS",
     "PROBED_KINDS",
     "LayerProfiler",
     "Timings",
+    "curvature_tokens",
     "load_profile",
     "make_profile",
     "measure_curvature",
@@ -32,5 +31,4 @@ __all__ = [
     "refuse_existing",
     "refuse_other",
     "save_profile",
-    "text_of_profile",
 ]

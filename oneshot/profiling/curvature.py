@@ -26,7 +26,8 @@ from oneshot.profiling.lent_gradients import Beside, LentGradients
 from oneshot.stream import ActivationStore, Layer, LayerBuilder, Memory, OutputHead, holds_scores, memory_of
 from oneshot.text import Batch, Text, placed
 
-CURVATURE_TOKENS = 16_384
+CURVATURE_TOKENS = 16_384  # at most, and at most a quarter of the text, if this leaves the fewest
+FEWEST_TOKENS = 2_048
 Norms = list[BranchNorm | MixtureNorms | None]  # of a layer, by sublayer: what follows their writers
 OfLayer = tuple[int, "_Sums", Callable[[], int]]  # number, sums of the part of the text, what finds an overflow
 SCORES_TOGETHER = 2**28  # numbers of attention's scores on a device, which has them whole
@@ -41,7 +42,7 @@ def measure_curvature(
     seed: int,
     advance: Callable[[float], None] = lambda tokens: None,
 ) -> Curvature:
-    """Return the output curvature of every layer, on the first `CURVATURE_TOKENS` of the text.
+    """Return the output curvature of every layer, on the first `curvature_tokens` of the text.
 
     Workers share the batches, and some may have none; what they draw and sum does not depend on their number.
 
@@ -50,7 +51,7 @@ def measure_curvature(
 
     Raises `CheckpointError` if gradients are not finite; it names the layer where states overflow.
     """
-    text = text.first(CURVATURE_TOKENS)
+    text = text.first(curvature_tokens(text.num_tokens))
     batches = text.batches(machine.batch_size)
     part = machine.workers.part(len(batches))
     first, own = sum(len(batch.token_ids) for batch in batches[: part.start]), placed(batches[part])
@@ -67,6 +68,11 @@ def measure_curvature(
                 with naming_the_layer(layer, partial(model.read_layer, layer)):
                     raise
     return curvature
+
+
+def curvature_tokens(num_tokens: int) -> int:
+    """Return how many tokens of a text the curvature is measured on, if it has so many."""
+    return min(CURVATURE_TOKENS, max(FEWEST_TOKENS, num_tokens // 4))
 
 
 def _passed_back(

@@ -14,7 +14,7 @@ PROBE_SEQUENCES = 2
 SEQUENCES_PER_PROBE = 8  # of the text; few sequences are needed for the statistics
 # Layers whose reduced FFNs pass the rest of the model, if output curvature predicts what they cost: so many at either
 # end, where the prediction is off by more than in the middle, and so many between them.
-PROBED_ENDS, PROBED_BETWEEN = 3, 2
+PROBED_ENDS, PROBED_BETWEEN = 3, 1
 PROBED_KINDS = ("ffn", "heads", "layer", "sublayer", "inner", "rank", "experts")
 LEFT_OUT_SUBLAYERS = ("no heads", "no ffn")  # the probes of `sublayer`
 INNER_SIZES = ("queries and keys", "values")  # the probes of `inner`

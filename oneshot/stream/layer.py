@@ -59,16 +59,11 @@ class Layer:
         if isinstance(mixer, FeedForward):
             return self._neurons(mixer, normed).flatten(0, -2)
         assert isinstance(mixer, Attention)
-        read: list[torch.Tensor] = []
         attention = self._part(mixer.module)
         if not mixer.contains_writer:
             return attention(normed, **self._arguments_of(mixer))[0].flatten(0, -2)
-        handle = self._part(mixer.out).register_forward_pre_hook(lambda _, inputs: read.append(inputs[0]))
-        try:
-            attention(hidden_states=normed, **self._arguments_of(mixer))
-        finally:
-            handle.remove()
-        return read[0].flatten(0, -2)
+        read = self._reaching(mixer.out, lambda: attention(hidden_states=normed, **self._arguments_of(mixer)))
+        return read.flatten(0, -2)
 
     def base(self, index: int, x: torch.Tensor) -> torch.Tensor:
         """Return what the sublayer's output is added to: `x`, in a parallel layer after the sublayers before it."""
@@ -238,18 +233,23 @@ class Layer:
 
     def _until(self, sublayer: Sublayer, x: torch.Tensor) -> torch.Tensor:
         """Return the states that the norm before a sublayer reads when the stock layer runs."""
+        arguments = _shortened(self._arguments, x.shape[1])
+        return self._reaching(sublayer.norm.name, lambda: self._module(x, **arguments, **self._lent()))
+
+    def _reaching(self, part: str, run: Callable[[], object]) -> torch.Tensor:
+        """Return what a part of the layer reads in a run of stock code, which stops there."""
 
         def stop(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
             raise _Reached(inputs[0])
 
-        handle = self._part(sublayer.norm.name).register_forward_pre_hook(stop)
+        handle = self._part(part).register_forward_pre_hook(stop)
         try:
-            self._module(x, **_shortened(self._arguments, x.shape[1]), **self._lent())
+            run()
         except _Reached as reached:
             return reached.states
         finally:
             handle.remove()
-        raise AssertionError("the stock layer calls the norm")
+        raise AssertionError(f"the stock layer calls {part}")
 
     @cached_property
     def _shares_keys(self) -> bool:
