@@ -230,7 +230,7 @@ def profile(config: Config, *, show_progress: Shown | Tracker = False) -> Profil
         ):
             logger.warning("%s", sentence)
         if run.machine.workers.is_main:
-            save_profile(measured, output)
+            save_profile(measured, output, written=run.saved_text)
         return measured
 
 

@@ -57,6 +57,14 @@ def _deterministic() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _steady_dtype() -> Iterator[None]:
+    """Let `--dtype auto` be float32 on every CPU, whatever other programs do meanwhile."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("oneshot.machine.dtype.product_rates", lambda *_: {"float32": 1.0, "bfloat16": 1.0})
+        yield
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _frozen() -> None:
     """Let the collector of garbage pass over the million objects of libraries, which took a twentieth of the time."""

@@ -59,8 +59,8 @@ def small_config(checkpoint: Path, text: Path, *, output: Path | str, **changes:
 
 def small_arguments(checkpoint: Path, output: Path, text: Path) -> list[str]:
     """Return the arguments of a small compression for the command line."""
-    options = ["--sparsity=0.2", "--num-sequences=4", "--sequence-length=16", "--device=cpu", "--form=stock"]
-    return [str(checkpoint), f"--output={output}", f"--calibration={text}", *options]
+    options = ["--sparsity=0.2", "--num-sequences=4", "--sequence-length=16", "--device=cpu", "--dtype=float32"]
+    return [str(checkpoint), f"--output={output}", f"--calibration={text}", "--form=stock", *options]
 
 
 def tiny_tokenizer() -> Any:

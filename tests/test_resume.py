@@ -293,7 +293,7 @@ def test_a_killed_process_continues(make_checkpoint: MakeCheckpoint, text_file: 
     """Kill the real command at random moments; every layer of this model takes a tenth of a second or more."""
     folder, output = make_checkpoint(layers=10, hidden=64, width=512), tmp_path / "out"
     options = [str(folder), "--sparsity=0.2", "--form=stock", f"--calibration={text_file}", "--num-sequences=64"]
-    options += ["--sequence-length=32", "--device=cpu", "--quiet"]
+    options += ["--sequence-length=32", "--device=cpu", "--dtype=float32", "--quiet"]
 
     told = tmp_path / "told"
 

@@ -16,7 +16,8 @@ from oneshot.errors import CalibrationError, OneshotError, OutputError, cause, p
 from oneshot.evaluation import kind_of, load_model, perplexity, was_cut
 from oneshot.export import FORMS
 from oneshot.footprint.check_memory import ANSWER_TOKENS, LONGEST_WINDOW, num_windows
-from oneshot.machine import resolve_device, resolve_dtype
+from oneshot.machine import resolve_device
+from oneshot.machine.dtype import COMPUTE_DTYPES
 from oneshot.machine.memory import peak_bytes, peak_device_bytes, release_heap, reset_peak
 from oneshot.report.additions import add_check
 from oneshot.report.progress import Tracker
@@ -96,7 +97,7 @@ def _checked(config: Config, report: Report, question: str | None, step: Step) -
 
 def _measured(config: Config, report: Report, output: Path, asked: str | None, step: Step) -> Check:
     device = resolve_device(config.machine.device)
-    dtype = resolve_dtype(config.machine.dtype, device)
+    dtype = COMPUTE_DTYPES[str(report.fingerprint["dtype"]).removeprefix("torch.")]  # that of the run
     reason = _too_large(config, report, device)
     if reason is not None:
         return Check(skipped=reason)

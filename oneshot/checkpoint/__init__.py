@@ -8,7 +8,7 @@ from oneshot.checkpoint.locate import locate_checkpoint, open_headers, open_mode
 from oneshot.checkpoint.model import Model, identify
 from oneshot.checkpoint.place import output_folder, refuse_file, refuse_place, refuse_unwritable
 from oneshot.checkpoint.reader import IMPORTANCE_NAME, Checkpoint
-from oneshot.checkpoint.saved import peek_saved
+from oneshot.checkpoint.saved import peek_fingerprint, peek_saved
 from oneshot.checkpoint.stock import (
     attention_of,
     complete_config,
@@ -52,6 +52,7 @@ __all__ = [
     "open_headers",
     "open_model",
     "output_folder",
+    "peek_fingerprint",
     "peek_saved",
     "per_layer_lists",
     "refuse_file",

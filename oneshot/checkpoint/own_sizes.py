@@ -196,8 +196,7 @@ def _refuse_family(family: Description) -> None:
 def _multiplied(source: Checkpoint, config: dict[str, Any], stated: StackShape, family: Description) -> Checkpoint:
     """Return the view in which linears and the embedding have no ranks. Raises `CheckpointError` for other tensors."""
     stored = {name for name in source.shapes if not name.endswith("inv_freq")}
-    behind = f"{family.stack.layers}.{len(stated.layers)}."
-    if any(name.startswith((FURTHER_PREFIX, behind)) for name in stored):
+    if any(name.startswith(FURTHER_PREFIX) for name in stored):
         raise _UnsupportedError("it has layers that predict tokens after the next one")
     names, parts_of = (
         {name: name for name in stored},

@@ -114,3 +114,11 @@ def peek_saved(folder: Path, name: str) -> dict[str, Any] | None:
     except DamagedFileError:
         return None
     return None if content is None else content["values"]
+
+
+def peek_fingerprint(folder: Path) -> dict[str, Any] | None:
+    """Return the fingerprint of an interrupted run of `folder`; None without one or if damaged."""
+    try:
+        return read_sealed(WorkFolder(folder).fingerprint)
+    except DamagedFileError:
+        return None

@@ -21,7 +21,7 @@ from oneshot.settings import parse_setting, read_recipe, settings
 
 TEXT, MACHINE = TextOptions(), MachineOptions()
 CHECKPOINT_HELP = "a folder of safetensors or pytorch_model.bin, a .gguf file, or a hub name such as org/model"
-AUTO_DTYPE = "bfloat16 if the hardware multiplies it, else float32"
+AUTO_DTYPE = "bfloat16 if this machine multiplies it clearly faster than float32, else float32"
 COMMAND_ONLY = (
     "config",
     "quiet",

@@ -105,22 +105,22 @@ def predict_footprint(
     beside_bytes: int = 0,
     check: Sequence[Stage] = (),
     measure_time: bool,
+    dtype: str = "",
 ) -> Footprint:
     """Return what a run will take; activations are stored on the device if all fits, else on the host, else on disk.
 
     The experts of a mixture's layers are taken in as few groups as fit, with a pass over the text for each.
     `beside_bytes`: of weights that lie beside the result until it is complete. `check`: stages of the check of the
-    result, which a command leaves out if they do not fit.
+    result, which a command leaves out if they do not fit. `dtype`: why the dtype was taken.
 
     Raises `MemoryLimitError` if a bound that the user set cannot hold even with activations on disk, or the disk of
     `--offload-dir` is too small. Warns if the free memory does not suffice.
     """
     stored = work.grid.dense.stored_parameters()
     compressed = stored if work.plan is None else work.grid.stack(work.plan).stored_parameters()
-    stores: tuple[Store, ...] = ("device", "host", "disk") if work.device.type == "cuda" else ("host", "disk")
     tried = list[_Way]()
-    for way in _ways(work, stores, bounds):
-        if way.host <= bounds.host_allowed and way.device <= bounds.device_allowed:
+    for way in _ways(work, bounds):
+        if way.fits(bounds):
             break
         tried.append(way)
     else:  # the last needs the least
@@ -158,7 +158,13 @@ def predict_footprint(
         check_fits=checked[0] <= bounds.host_allowed and checked[1] <= bounds.device_allowed,
         check_seconds=check_seconds(work, rates) if rates is not None and check else 0.0,
         text_seconds=text_seconds,
+        dtype=dtype,
     )
+
+
+def fits(work: Work, bounds: Bounds) -> bool:
+    """Return whether a run stays within the bounds in any way."""
+    return any(way.fits(bounds) for way in _ways(work, bounds))
 
 
 def offload_folder(options: MachineOptions) -> Path:
@@ -190,14 +196,18 @@ class _Way:
     device: int
     device_stage: Stage
 
+    def fits(self, bounds: Bounds) -> bool:
+        return self.host <= bounds.host_allowed and self.device <= bounds.device_allowed
 
-def _ways(work: Work, stores: tuple[Store, ...], bounds: Bounds) -> Iterator[_Way]:
+
+def _ways(work: Work, bounds: Bounds) -> Iterator[_Way]:
     """Yield the ways of a run, the fastest first, and at last the one that needs the least.
 
     More groups of experts need less memory and more passes over the text. A pass takes a device less time than
     activations on disk, and a CPU more.
     """
     outside, on_cuda = stages_outside_layers(work), work.device.type == "cuda"
+    stores: tuple[Store, ...] = ("device", "host", "disk") if on_cuda else ("host", "disk")
     for alike in (stores[:-1], stores[-1:]) if on_cuda else (stores,):
         for together in group_sizes(work):
             grouped = replace(work, machine=replace(work.machine, experts_together=together))

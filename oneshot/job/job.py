@@ -86,6 +86,7 @@ class Job:
                 "ask for a size."
             )
         run.fits_text |= self.schedule.fits_text
+        run.plans_by_profile |= has_profile and self.schedule.plans_by_profile
         if asks_less and kept == whole and not self.schedule.plans_by_profile:
             share = least_share(run.grid, run.method, wanted, self.budget)
             advice = "set ffn=id" if share is None else f"ask for --sparsity {share} or more"
@@ -180,8 +181,8 @@ class Job:
 
     def save_shared(self, journal: Journal) -> None:
         """Save what the run has before any layer: the text that the model wrote, and the latencies of the plan."""
-        if self.run.written_text is not None:
-            journal.save(SAVED_TEXT, {"token_ids": self.run.written_text.token_ids.tolist()})
+        if self.run.saved_text is not None:
+            journal.save(SAVED_TEXT, self.run.saved_text)
         if self.run.timings is not None:
             journal.save(SAVED_TIMINGS, self.run.timings)
 

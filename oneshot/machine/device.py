@@ -1,4 +1,4 @@
-"""The `--device` and `--dtype` options as torch's own objects."""
+"""The `--device` option as torch's own objects."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,6 @@ from oneshot.errors import DeviceError
 from oneshot.machine.shared import shared_by_threads
 
 FULL_MEMORY = 1.0
-COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def resolve_device(name: str, local_rank: int | None = None) -> torch.device:
@@ -36,17 +35,6 @@ def resolve_device(name: str, local_rank: int | None = None) -> torch.device:
             f"--device {name} is not there: torch sees {torch.cuda.device_count()} CUDA devices; use --device cpu."
         )
     return device
-
-
-def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the dtype of a name; `auto` is bfloat16 on hardware that multiplies it, float32 elsewhere."""
-    if name != "auto":
-        return COMPUTE_DTYPES[name]
-    if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
-    capabilities = torch.cpu.get_capabilities()
-    fast_on_cpu = capabilities.get("amx_bf16", False) or capabilities.get("avx512_bf16", False)
-    return torch.bfloat16 if fast_on_cpu else torch.float32
 
 
 @shared_by_threads

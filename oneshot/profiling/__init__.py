@@ -8,6 +8,7 @@ from oneshot.profiling.files import (
     refuse_existing,
     refuse_other,
     save_profile,
+    text_of_profile,
 )
 from oneshot.profiling.importance import IMPORTANCE_TOKENS, measure_importance
 from oneshot.profiling.latency import Timings, measured_seconds
@@ -31,4 +32,5 @@ __all__ = [
     "refuse_existing",
     "refuse_other",
     "save_profile",
+    "text_of_profile",
 ]

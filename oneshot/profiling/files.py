@@ -17,8 +17,11 @@ from oneshot.planning import Profile, ProfileOrigin
 TENSORS, ORIGIN = "profile.safetensors", "profile.json"
 
 
-def save_profile(profile: Profile, folder: Path) -> None:
-    """Write a profile into a new folder that appears when it is complete. Raises `OutputError`."""
+def save_profile(profile: Profile, folder: Path, *, written: dict[str, Any] | None = None) -> None:
+    """Write a profile into a new folder that appears when it is complete. Raises `OutputError`.
+
+    `written`: JSON values of the text that the model wrote for it; writing takes longer than planning from a profile.
+    """
     refuse_existing(folder)
     tensors = {
         field.name: getattr(profile, field.name).contiguous() for field in fields(profile) if field.name != "origin"
@@ -29,6 +32,7 @@ def save_profile(profile: Profile, folder: Path) -> None:
         partial = Path(tempfile.mkdtemp(dir=parent, prefix=f".{folder.name}.incomplete-"))
         save_file(tensors, partial / TENSORS)
         content = {"origin": asdict(profile.origin), "curves": checksum(partial / TENSORS)}
+        content |= {} if written is None else {"written": written}
         write_sealed(partial / ORIGIN, content)
         partial.chmod(0o755)
         flush_tree(partial)
@@ -62,6 +66,12 @@ def profile_origin(folder: Path) -> ProfileOrigin:
         return ProfileOrigin(**_content(folder)["origin"])
     except (KeyError, TypeError) as error:
         raise ProfileError(_unreadable(folder, error)) from error
+
+
+def text_of_profile(folder: Path) -> dict[str, Any] | None:
+    """Return the text that the model wrote for a profile; None without one. Raises `ProfileError` as `load_profile`."""
+    written: dict[str, Any] | None = _content(folder).get("written")
+    return written
 
 
 def profile_hash(folder: Path) -> str:

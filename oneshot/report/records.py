@@ -77,6 +77,7 @@ class Footprint:
         check_fits: whether both are allowed; the check is left out otherwise.
         check_seconds: seconds of the check; they are not in `total`.
         text_seconds: those of `prepare` in which the model writes text.
+        dtype: the dtype of the forward passes and why it was taken; empty if the user named it.
         form: the form of the result; None of a profile alone.
         groups: the groups of weights of quantisers that divide the inputs of all linears, in words.
         served: where the result is to open, in words; empty if that was not said.
@@ -100,6 +101,7 @@ class Footprint:
     check_fits: bool = False
     check_seconds: float = 0.0
     text_seconds: float = 0.0
+    dtype: str = ""
     form: str | None = None
     groups: str = ""
     served: str = ""
@@ -119,6 +121,7 @@ class Footprint:
             "memory": f"at most {memory}",
             "disk": f"{self.disk_bytes / 2**30:.2f} GiB at the output, {self.scratch_bytes / 2**30:.2f} GiB off-loaded",
             "groups": f"{self.groups} (of quantisers)",
+            **({"dtype": self.dtype} if self.dtype else {}),
             "time": f"about {duration(self.seconds['total'])}{own_text}; it may be wrong by a factor of two",
         }
         return "\n".join(["Prediction of oneshot", *(f"  {name + ':':12}{text}" for name, text in lines.items())])

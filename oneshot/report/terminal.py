@@ -107,11 +107,12 @@ def print_footprint(footprint: Footprint, *, checks: bool = False) -> None:
     if footprint.groups:
         fitting, _, more = footprint.groups.partition("; ")
         table.add_row("groups of quantisers", fitting, more or "dividing the inputs of all linears")
+    if footprint.dtype:
+        taken, _, why = footprint.dtype.partition(", ")
+        table.add_row("dtype", taken, why)
     for stage, seconds in footprint.seconds.items():
         if stage != "total":
-            of_text = f"{duration(footprint.text_seconds)} of it to write the text"
-            remark = of_text if stage == "prepare" and footprint.text_seconds else ""
-            table.add_row(f"time: {stage}", duration(seconds), remark)
+            table.add_row(f"time: {stage}", duration(seconds), _of_text(stage, footprint))
     total = footprint.seconds.get("total", 0.0)
     if checks and footprint.check_fits:
         table.add_row("time: check", duration(footprint.check_seconds), "of the result, beside the original")
@@ -150,13 +151,22 @@ def print_footprints(footprints: Sequence[Footprint], *, checks: bool = False) -
     console.print(table)
     shared = {stage: seconds for stage, seconds in footprints[0].seconds.items() if stage in SHARED}
     total += sum(shared.values())
-    parts = ", ".join(f"{stage} {duration(seconds)}" for stage, seconds in shared.items())
+    parts = ", ".join(
+        " – ".join(filter(None, (f"{stage} {duration(seconds)}", _of_text(stage, footprints[0]))))
+        for stage, seconds in shared.items()
+    )
     console.print(f"time that all sizes share: {duration(sum(shared.values()))} ({parts})")
     console.print(f"time in all: about {duration(total)}; it {MAY_BE_WRONG}")
     disk = sum(footprint.result_bytes for footprint in footprints)
     console.print(f"all results on disk: {max(map(_about, footprints))}{gibibytes(disk)}")
     if not all(footprint.exact for footprint in footprints):
         console.print(FROM_A_PROFILE)
+
+
+def _of_text(stage: str, footprint: Footprint) -> str:
+    """Return the remark of the stage in which the model writes text."""
+    writes = stage == "prepare" and footprint.text_seconds
+    return f"{duration(footprint.text_seconds)} of it to write the text" if writes else ""
 
 
 def _about(footprint: Footprint) -> str:

@@ -17,6 +17,7 @@ from oneshot.families import COMPRESSED
 from oneshot.machine import Machine
 from oneshot.machine.memory import device_capacity
 from oneshot.method import TOKENS_PER_NEURON
+from oneshot.profiling import text_of_profile
 from oneshot.report.progress import ProgressBar, Tracker
 from oneshot.report.sharing import shared_sources
 from oneshot.text import (
@@ -56,12 +57,11 @@ class Calibration:
         written: the sequences that the model wrote in this process; None if it wrote none.
     """
 
-    def __init__(
-        self, config: Config, model: Model, machine: Machine, outputs: Sequence[Path], tracker: Tracker
-    ) -> None:
-        self._config, self._model, self._machine = config, model, machine
+    def __init__(self, config: Config, model: Model, outputs: Sequence[Path], tracker: Tracker) -> None:
+        self._config, self._model = config, model
         self._outputs, self._tracker = outputs, tracker
         self.written: Text | None = None
+        self._profile: str | None = None  # whose text is read again
 
     def check(self) -> None:
         """Raise `CalibrationError` if a file of the text cannot be read; nothing is read yet."""
@@ -91,8 +91,14 @@ class Calibration:
             complete = complete_text_config(self._model.family, self._model.checkpoint.config)
             warn_if_long(self._config.text.sequence_length, complete.get("max_position_embeddings"), "the model")
 
-    def read(self) -> Text:
-        """Return the text. Raises `CalibrationError` if a source does not suit the family."""
+    def read(self, machine: Machine, *, plans_by_profile: bool = False) -> Text:
+        """Return the text; raises `CalibrationError` if a source does not suit the family.
+
+        Args:
+            machine: where the model writes text.
+            plans_by_profile: whether the given profile is used, so that the text written for it need not be again.
+        """
+        self._profile = self._config.profile if plans_by_profile else None
         options, family, shape, seed = self._config.text, self._model.family, self._model.shape, self._config.seed
         self._tracker.step(f"reading the text {shared_sources(options.calibration)}")
         sources = split_sources(options.calibration)
@@ -124,10 +130,10 @@ class Calibration:
         if tokenizer is not None:
             bos_of(tokenizer, self._model.checkpoint.folder)  # it warns
         counts = shares(options.num_sequences, sources)
-        parts = [self._source(source, count, tokenizer) for source, count in counts.items()]
+        parts = [self._source(source, count, tokenizer, machine) for source, count in counts.items()]
         return mix(parts, seed, options.calibration)
 
-    def _source(self, source: str, num_sequences: int, tokenizer: Any) -> Text:
+    def _source(self, source: str, num_sequences: int, tokenizer: Any, machine: Machine) -> Text:
         """Return so many sequences of one source of packed text."""
         length, seed = self._config.text.sequence_length, self._config.seed
         if has_tokens(source):
@@ -140,7 +146,7 @@ class Calibration:
             )
         if source != SELF:
             return load_text(source, tokenizer, num_sequences=num_sequences, sequence_length=length, seed=seed)
-        self.written = self._saved(num_sequences) or self._write(num_sequences, tokenizer)
+        self.written = self._saved(num_sequences) or self._write(num_sequences, tokenizer, machine)
         return self.written
 
     def _fillings(self, tokenizer: Any) -> Fillings:
@@ -151,18 +157,24 @@ class Calibration:
         return fillings_of(tokenizer, self._model.checkpoint.config.get("pad_token_id"))
 
     def _saved(self, num_sequences: int) -> Text | None:
-        """Return what the model wrote for an interrupted run; the fingerprint says whether it is the same run."""
-        for output in self._outputs if self._config.resume else ():
-            saved = peek_saved(output, SAVED_TEXT)
+        """Return what the model wrote for an interrupted run, or else for the profile that this run plans from.
+
+        Fingerprint or profile say whether it is the same model.
+        """
+        found = [peek_saved(output, SAVED_TEXT) for output in self._outputs if self._config.resume]
+        of_profile = None if self._profile is None else text_of_profile(Path(self._profile).expanduser())
+        if of_profile is not None and of_profile["seed"] == self._config.seed:
+            found.append(of_profile)
+        for saved in found:
             if saved is not None:
                 token_ids = torch.tensor(saved["token_ids"])
                 if token_ids.shape == (num_sequences, self._config.text.sequence_length):
                     return Text(token_ids, SELF)
         return None
 
-    def _write(self, num_sequences: int, tokenizer: Any) -> Text:
+    def _write(self, num_sequences: int, tokenizer: Any, machine: Machine) -> Text:
         """Let the model write the text."""
-        length, machine = self._config.text.sequence_length, self._machine
+        length = self._config.text.sequence_length
         capacity = device_capacity(machine.device, self._config.machine.max_device_memory_bytes)
         with ProgressBar(self._tracker, total=num_sequences * length, stage="writing text") as progress:
             text = write_text(

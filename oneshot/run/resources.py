@@ -5,7 +5,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from oneshot.export import Form, coordinates, expected_bytes, form_of, part_dtyp
 from oneshot.export.served import FORMS_OPENED, reason_against_form, reason_against_ranks
 from oneshot.families import StackShape, predicts_tokens, stated_class
 from oneshot.footprint import (
+    Bounds,
     Work,
     check_stages,
     current_bounds,
@@ -45,7 +46,6 @@ from oneshot.machine import (
     Machine,
     join_workers,
     resolve_device,
-    resolve_dtype,
 )
 from oneshot.machine.memory import release_heap, reset_peak
 from oneshot.method import AUTO, Method
@@ -66,6 +66,7 @@ from oneshot.report.provenance import code_hash, processor_name, versions
 from oneshot.report.records import Footprint
 from oneshot.report.sharing import shared_name
 from oneshot.run.calibration import Calibration
+from oneshot.run.dtype import fitting_dtype, settled_dtype
 from oneshot.run.further import Further
 from oneshot.run.latencies import find_timings
 from oneshot.schedule import Schedule
@@ -87,9 +88,11 @@ class Run:
 
     Attributes:
         dense: the sizes of the input. grid: the sizes that the form of the result can state.
+        dtype: of the forward passes, and why it was taken.
         method: with every `auto` settled for the grid. timings: by which latencies are planned, and where they were
             measured; None without such a plan.
         fits_text: whether sizes or weights of a target depend on the text.
+        plans_by_profile: whether a target is planned by the given profile, whose model and text are those of the run.
     """
 
     def __init__(
@@ -109,8 +112,7 @@ class Run:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         reset_peak()
-        dtype = resolve_dtype(config.machine.dtype, device)
-        self.machine = Machine(device, dtype, scratch, workers, batch_size=config.machine.batch_size)
+        self.machine = Machine(device, torch.float32, scratch, workers, batch_size=config.machine.batch_size)
         self.tracker = tracker if tracker is not None and workers.is_main else Tracker()
         self._gguf = source if isinstance(source, GgufCheckpoint) else None
         opened = self._open() if source is None else source
@@ -118,6 +120,10 @@ class Run:
         self._tell_of_class(opened)
         self._tell_of_quantised(opened)
         self._settle_tables()
+        self._outputs = outputs
+        sizes = self.model.shape.hidden_size, self.model.shape.intermediate_size
+        self.dtype = settled_dtype(config.machine.dtype, self.machine, sizes, outputs if config.resume else ())
+        self.machine = replace(self.machine, dtype=self.dtype.dtype)
         if source is None and workers.is_main:  # the others read the same files
             self.model = replace(self.model, checkpoint=self.model.checkpoint.logging())
         self.form = self._settled_form()
@@ -132,12 +138,11 @@ class Run:
             raise PlanError(reason)
         if plain.has_ranks:
             self._settle_ranks(plain)
-        self._calibration = Calibration(config, self.model, self.machine, outputs, self.tracker)
-        self._outputs = outputs
+        self._calibration = Calibration(config, self.model, outputs, self.tracker)
         self.timings: dict[str, Any] | None = None
         self._profile: Profile | None = None
         self._is_checked = False
-        self.fits_text = False
+        self.fits_text = self.plans_by_profile = False
 
     def _open(self) -> Checkpoint:
         """Find, fetch or convert the checkpoint, in one process for all."""
@@ -302,7 +307,9 @@ class Run:
             self._is_checked = True
 
     def use_memory(self, footprint: Footprint) -> None:
-        """Keep activations where the footprint of the run says, and as many experts together."""
+        """Keep activations where the footprint of the run says, and as many experts together; say what `auto` took."""
+        if self.dtype.reason:
+            self.tracker.say(f"The forward passes are in {self.dtype.reason}.")
         together = footprint.experts_together
         self.machine = replace(self.machine, store=footprint.store, experts_together=together)
 
@@ -310,7 +317,8 @@ class Run:
     def text(self) -> Text:
         """Return the calibration text, all of it in every process."""
         with self.warnings.shared():
-            text = self.machine.workers.share(0, self._calibration.read)
+            read = partial(self._calibration.read, self.machine, plans_by_profile=self.plans_by_profile)
+            text = self.machine.workers.share(0, read)
             release_heap()  # of the tokeniser
             if self.fits_text:
                 self._calibration.warn_if_few(text.num_tokens)
@@ -321,6 +329,12 @@ class Run:
     def written_text(self) -> Text | None:
         """Return the sequences that the model wrote in this process; None if it wrote none."""
         return self._calibration.written
+
+    @property
+    def saved_text(self) -> dict[str, Any] | None:
+        """Return them as JSON values, which a run that continues or plans from a profile reads again."""
+        written = self.written_text
+        return None if written is None else {"seed": self._config.seed, "token_ids": written.token_ids.tolist()}
 
     def profile(self, schedule: Schedule) -> Profile:
         """Return the given profile if it belongs to this model and text, or one made now; each run has one."""
@@ -462,12 +476,17 @@ class Run:
         `dry`: also predict seconds, for which the machine is timed.
         """
         load_libraries(self.model, self.machine, config.text.calibration)
+        bounds = current_bounds(config.machine, self.machine.device)
+
+        def work_on(machine: Machine) -> Work:
+            return describe_work(config, self.model, self.method, self.grid, schedule, plan, machine)
+
+        self._fit_dtype(work_on, bounds)
         result_bytes, beside_bytes = (0, 0)
         if plan is not None:
             result_bytes, beside_bytes = self.result_bytes(config, self.grid.stack(plan).stored_parameters(), plan)
-        work = describe_work(config, self.model, self.method, self.grid, schedule, plan, self.machine)
+        work = work_on(self.machine)
         check = check_stages(work, self._gguf, result_bytes) if self.form.opened_by == "transformers" else []
-        bounds = current_bounds(config.machine, self.machine.device)
 
         def predicted(work: Work) -> Footprint:
             return predict_footprint(
@@ -478,6 +497,7 @@ class Run:
                 beside_bytes=beside_bytes,
                 check=check,
                 measure_time=dry,
+                dtype=self.dtype.reason,
             )
 
         footprint = predicted(work)
@@ -488,6 +508,14 @@ class Run:
             work = replace(work, machine=replace(work.machine, experts_together=min(together)))
             footprint = predicted(work)
         return footprint
+
+    def _fit_dtype(self, work_on: Callable[[Machine], Work], bounds: Bounds) -> None:
+        """Take bfloat16 if float32 is only faster, and memory does not hold the run in it."""
+        if self._is_checked or self.timings is not None or "text" in self.__dict__:  # computed in the dtype
+            return
+        taken = fitting_dtype(self.dtype, self.machine, work_on, bounds)
+        if taken != self.dtype:
+            self.dtype, self.machine = taken, replace(self.machine, dtype=taken.dtype)
 
     def stage_seconds(
         self, config: Config, schedule: Schedule, plan: Plan | None, footprint: Footprint

@@ -300,7 +300,7 @@ def test_a_table_that_cannot_be_read_is_one_sentence(make_checkpoint: MakeCheckp
     """The reader of tables also writes the error to its log."""
     table = tmp_path / "rows.parquet"
     table.write_bytes(b"no table")
-    options = ["--sparsity=0.1", "--device=cpu", f"--calibration={table}", f"--output={tmp_path / 'out'}"]
+    options = ["--sparsity=0.1", "--dtype=float32", f"--calibration={table}", f"--output={tmp_path / 'out'}"]
     code, told, _ = run_forked("compress", str(make_checkpoint()), *options, folder=tmp_path)
     assert code == 1
     assert [line for line in told.splitlines() if not line.startswith(("opening ", "reading the text "))] == [

@@ -1,8 +1,10 @@
 """Profiles: curves against direct solutions, sensitivities against the whole model, refusals of foreign profiles."""
 
+import importlib
 import itertools
 import json
 import math
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -305,6 +307,32 @@ def test_profiles_of_another_model_or_text_are_refused(
         compress(make_config(Path(config.checkpoint), **options))
 
 
+def test_a_plan_from_a_profile_does_not_write_the_text_again(
+    make_checkpoint: MakeCheckpoint,
+    make_config: MakeConfig,
+    text_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is the one that the model wrote for the profile, unless the run has another seed or no use for the profile."""
+    checkpoint = make_checkpoint(layers=1)
+    text: dict[str, Any] = {"calibration": f"{text_file}+self", "num_sequences": 4, "sequence_length": 24}
+    of_profile = make_config(checkpoint, **text, output=str(tmp_path / "profile"))
+    found = profile(of_profile)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("text was written")
+
+    monkeypatch.setattr("oneshot.run.calibration.write_text", refuse)
+    options: dict[str, Any] = text | {"form": "per-layer", "profile": of_profile.output, "round_to": 1, "sparsity": 0.1}
+    report = compress(make_config(checkpoint, **options, output=str(tmp_path / "planned")))
+    assert report.calibration is not None
+    assert report.calibration["token_hash"] == found.origin.token_hash
+    for changes in ({"seed": 1}, {"form": "stock"}, {"num_sequences": 6}):
+        with pytest.raises(AssertionError, match="text was written"):
+            compress(make_config(checkpoint, **options | changes, output=str(tmp_path / "other")))
+
+
 def test_an_existing_profile_is_not_replaced(profiled: tuple[Profile, Any]) -> None:
     _, config = profiled
     with pytest.raises(OutputError, match="exists already"):
@@ -312,13 +340,29 @@ def test_an_existing_profile_is_not_replaced(profiled: tuple[Profile, Any]) -> N
 
 
 def test_several_targets_share_one_run(
-    make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path
+    make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Compare each with a run for it alone; a target out of reach is refused before the first one."""
     checkpoint = make_checkpoint()
     options: dict[str, Any] = {"form": "per-layer", "round_to": 4}
     together = make_config(checkpoint, **options, output=str(tmp_path / "all"))
+    made: list[str] = []
+
+    def count(place: str, name: str) -> None:
+        module = importlib.import_module(f"oneshot.{place}")
+        real = getattr(module, name)
+
+        def counted(*arguments: Any, **options: Any) -> Any:
+            made.append(name)
+            return real(*arguments, **options)
+
+        monkeypatch.setattr(module, name, counted)
+
+    shared = ("run.calibration", "load_text"), ("run.resources", "measure_curvature"), ("run.resources", "make_profile")
+    for place, name in (*shared, ("pipeline", "compress_layers")):
+        count(place, name)
     reports = compress_sizes(together, [0.1, 0.2])
+    assert Counter(made) == {name: 1 for _, name in shared} | {"compress_layers": 2}, "a size more costs its layers"
     for sparsity, report in zip((0.1, 0.2), reports, strict=True):
         alone = compress(make_config(checkpoint, **options, sparsity=sparsity, output=str(tmp_path / f"{sparsity}")))
         assert report.plan == alone.plan
