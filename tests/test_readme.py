@@ -32,6 +32,8 @@ FOREIGN = {
     *("--enforce-eager", "--model-impl", "--trust-remote-code"),  # vLLM
     *(
         "--tensor-parallel-size",
+        "--lora-modules",
+        "--fully-sharded-loras",
         "--pipeline-parallel-size",
         "--enable-expert-parallel",
         "--enable-lora",
