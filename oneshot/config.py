@@ -109,6 +109,8 @@ class Target:
             raise ConfigError(f"--max-loss {self.max_loss} is out of range: give a share above 0, such as 5%.")
         if self.loss_scale is not None and not (math.isfinite(self.loss_scale) and self.loss_scale > 0):
             raise ConfigError(f"{display('loss_scale', self.loss_scale)} is out of range: give a number above 0.")
+        if self.loss_scale is not None and self.max_loss is None:
+            raise ConfigError(f"{display('loss_scale', self.loss_scale)} is of --max-loss; give that, or leave it out.")
         sizes_asked = ("--params", self.parameters), ("--max-size", self.size_bytes), ("--max-loss", self.max_loss)
         for option, value in sizes_asked:
             if value is not None and self.budget != "parameters":

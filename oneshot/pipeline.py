@@ -115,7 +115,7 @@ def compress_within(config: Config, check: Check, *, show_progress: Shown | Trac
             )
 
         if config.resume:
-            config = replace(config, target=replace(config.target, loss_scale=_scale_of(config)))
+            config = _finished_of(config, run)
         config, report = made(config, watch)
         corrected = _corrected(config, report)
         if corrected is not None:
@@ -156,8 +156,20 @@ def _corrected(config: Config, report: Report) -> Config | None:
     return replace(config, target=replace(config.target, loss_scale=scale), overwrite=True)
 
 
+def _finished_of(config: Config, run: Run) -> Config:
+    """Return the config with the scale that this run has measured, if its second result is finished."""
+    scale = _scale_of(config)
+    if scale is None:
+        return config
+    measured = replace(config, target=replace(config.target, loss_scale=scale))
+    job = Job(measured, run)
+    run.use_memory(job.footprint)
+    run.check_family()
+    return config if job.finished_report() is None else measured
+
+
 def _scale_of(config: Config) -> float | None:
-    """Return the measured scale of a finished result of the same target, which a resumed run goes on with."""
+    """Return the measured scale of a finished result of the same target, perhaps of other options."""
     try:
         target = json.loads((output_folder(config.output) / REPORT_NAME).read_bytes())["config"]["target"]
     except (OSError, ValueError, KeyError, TypeError):

@@ -14,6 +14,7 @@ from oneshot.parsing import did_you_mean
 RECIPE_NAME = "recipe.yaml"
 TARGETS = ("sparsity", "params", "parameters", "max_size", "size_bytes", "max_loss")  # one replaces another
 NOT_IN_RECIPE = ("output", "overwrite", "resume")
+MEASURED = "loss_scale"  # for all options of a run; with another option it is another run's
 HEADER = """\
 # oneshot compress --config recipe.yaml --output OUT
 # makes this result again: on the same machine, with the same number of threads and packages, the same bytes.
@@ -78,6 +79,8 @@ def read_recipe(path: str | Path, given: Mapping[str, Any]) -> dict[str, Any]:
         options[name] = _typed(name, value)
     if any(name in TARGETS for name in given):
         options = {name: value for name, value in options.items() if name not in TARGETS}
+    if given.keys() - set(NOT_IN_RECIPE):
+        options.pop(MEASURED, None)
     options |= given
     for name, value in options.items():
         if value is None:

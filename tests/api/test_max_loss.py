@@ -14,13 +14,16 @@ from safetensors.torch import load_file
 import oneshot
 from oneshot import Config, Report
 from oneshot.cli.compress import main
+from oneshot.config import Target
 from oneshot.errors import ConfigError, PlanError
+from oneshot.job import Job
 from oneshot.parsing import parse_share
 from oneshot.pipeline import compress, compress_within, predict
 from oneshot.planning.loss import LOST_FOR_PREDICTED, with_share
 from oneshot.report.additions import add_check
 from oneshot.report.card import REPORT_NAME
 from oneshot.report.records import Check
+from oneshot.settings import read_recipe, recipe_text
 
 MODEL: dict[str, Any] = {"layers": 3}
 OPTIONS: dict[str, Any] = {"form": "per-layer", "round_to": 1, "embedding": "none"}
@@ -171,3 +174,37 @@ def python_options(config: Config) -> dict[str, Any]:
         "dtype": "float32",
         "progress": False,
     }
+
+
+@pytest.mark.parametrize(("option", "is_kept"), [("output", True), ("max_loss", False), ("checkpoint", False)])
+def test_what_a_run_has_measured_is_not_another_runs(option: str, is_kept: bool, asked: Config, tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(recipe_text(replace(asked, target=replace(asked.target, loss_scale=0.5))))
+    assert ("loss_scale" in read_recipe(path, {option: "other"})) == is_kept
+
+
+@pytest.mark.parametrize("stated", [None, 0.7])
+def test_a_resumed_run_has_no_others_scale(
+    stated: float | None, asked: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At its output is a result of the same target, but of other options; or its recipe states a scale."""
+    config = replace(asked, target=replace(asked.target, loss_scale=stated), overwrite=True, resume=True)
+    if stated is None:
+        Path(asked.output).mkdir()
+        told = {"config": {"target": {"max_loss": asked.target.max_loss, "loss_scale": 0.5}}}
+        (Path(asked.output) / REPORT_NAME).write_text(json.dumps(told))
+    started = []
+
+    def ends(job: Job, _watch: Any) -> Report:
+        started.append(job.config.target.loss_scale)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("oneshot.pipeline._compress", ends)
+    with pytest.raises(KeyboardInterrupt):
+        compress_within(config, measuring()[0])
+    assert started == [stated]
+
+
+def test_a_measured_scale_has_no_other_target() -> None:
+    with pytest.raises(ConfigError, match="is of --max-loss"):
+        Target(sparsity=0.2, loss_scale=0.5)
