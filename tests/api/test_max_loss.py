@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -190,7 +191,7 @@ def test_a_resumed_run_has_no_others_scale(
     """At its output is a result of the same target, but of other options; or its recipe states a scale."""
     config = replace(asked, target=replace(asked.target, loss_scale=stated), overwrite=True, resume=True)
     if stated is None:
-        Path(asked.output).mkdir()
+        shutil.copytree(asked.checkpoint, asked.output)
         told = {"config": {"target": {"max_loss": asked.target.max_loss, "loss_scale": 0.5}}}
         (Path(asked.output) / REPORT_NAME).write_text(json.dumps(told))
     started = []
