@@ -1,5 +1,6 @@
 """The end of a run on the terminal: where the result is, how much smaller and how good it is, and what comes next."""
 
+import math
 import shlex
 import textwrap
 from collections.abc import Collection
@@ -51,6 +52,10 @@ def summary(
             lines.append(("same dtype", f"{size(alike)} → {size(after)}, had the original been stored like the result"))
     lines.append(("time", f"{duration(report.seconds['total'])}, peak memory {report.peak_bytes / 2**30:.2f} GiB"))
     lines += check_lines(check)
+    allowed = report.config["target"].get("max_loss")
+    if allowed is not None and check is not None and check.lost_nats is not None:
+        rise = math.expm1(check.lost_nats)
+        lines.append(("loss", f"perplexity {rise:+.1%} over the kinds of text, {allowed:.1%} was allowed"))
     warnings = {*report.warnings, *(warning for layer in report.layers for warning in layer.warnings)}
     lines += [("warning", warning) for warning in sorted(warnings.difference(told))]
     again = len(warnings.intersection(told))

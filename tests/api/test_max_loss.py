@@ -24,6 +24,7 @@ from oneshot.planning.loss import LOST_FOR_PREDICTED, with_share
 from oneshot.report.additions import add_check
 from oneshot.report.card import REPORT_NAME
 from oneshot.report.records import Check
+from oneshot.report.summary import summary
 from oneshot.settings import read_recipe, recipe_text
 
 MODEL: dict[str, Any] = {"layers": 3}
@@ -165,6 +166,9 @@ def test_from_python_the_result_is_checked(asked: Config) -> None:
     assert report.check is not None
     assert report.check.lost_nats is not None
     assert report.config["target"]["max_loss"] == 9.0
+    rise = math.expm1(report.check.lost_nats)
+    text = summary(report, weights=(None, None), check=report.check, source="a model")
+    assert f"perplexity {rise:+.1%} over the kinds of text, 900.0% was allowed" in text
 
 
 def python_options(config: Config) -> dict[str, Any]:
