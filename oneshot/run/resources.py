@@ -189,11 +189,15 @@ class Run:
         return per_layer if gains else stock
 
     def _method_in(self, form: Form) -> Method | None:
-        """Return the method as it is settled for a form; None if the form cannot hold what is asked for."""
+        """Return the method as it is settled for a form; None if the form cannot hold what is asked for.
+
+        A loss needs a profile, which forms of equal layers have no use for.
+        """
         try:
-            return self.grid_of(form).settle(self._config.method, self._config.target)
+            method = self.grid_of(form).settle(self._config.method, self._config.target)
         except (ConfigError, PlanError):
             return None
+        return None if self._config.target.max_loss is not None and not method.reads_profile else method
 
     def grid_of(self, form: Form) -> Grid:
         """Return the grid of a form, which knows the form that its refusals advise: per-layer, or else stock."""

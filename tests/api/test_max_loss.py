@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from factories import MakeCheckpoint, MakeConfig, small_config
+from families.cases import CASES
 from safetensors.torch import load_file
 
 import oneshot
@@ -213,3 +214,22 @@ def test_a_resumed_run_has_no_others_scale(
 def test_a_measured_scale_has_no_other_target() -> None:
     with pytest.raises(ConfigError, match="is of --max-loss"):
         Target(sparsity=0.2, loss_scale=0.5)
+
+
+@pytest.mark.parametrize(
+    ("family", "serve", "form"),
+    [
+        ("deepseek_v3", None, "per-layer"),
+        ("qwen3_next", None, "per-layer"),
+        ("bert", None, "per-layer"),
+        ("llama", "engine=sglang", "nemotron-nas"),
+        ("llama", "engine=llama.cpp", "gguf"),
+    ],
+)
+def test_the_form_is_one_that_a_profile_plans(
+    family: str, serve: str | None, form: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+) -> None:
+    width = {"width": 512} if form == "nemotron-nas" else {}  # other engines round its widths up to multiples of 256
+    folder = make_checkpoint(**CASES[family].options | width)
+    config = make_config(folder, sparsity=None, max_loss="50%", form="auto", serve=serve)
+    assert predict(config).form == form
