@@ -132,6 +132,7 @@ class Job:
         """Return the report if this job was finished before and is resumed, and remove what that run left."""
         if not self.config.resume or not (self.output / REPORT_NAME).exists():
             return None
+        _ = self.fingerprint  # on every process: reading the text is shared work
         return self.run.machine.workers.share(0, self._finished)
 
     def _finished(self) -> Report | None:

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -233,3 +234,21 @@ def test_the_form_is_one_that_a_profile_plans(
     folder = make_checkpoint(**CASES[family].options | width)
     config = make_config(folder, sparsity=None, max_loss="50%", form="auto", serve=serve)
     assert predict(config).form == form
+
+
+def test_every_process_reads_the_text_of_a_finished_run(tmp_path: Path) -> None:
+    """Reading it is shared work, which must not happen inside what the first process does alone."""
+    order: list[str] = []
+
+    class Finished(SimpleNamespace):
+        @property
+        def fingerprint(self) -> dict[str, Any]:
+            order.append("fingerprint")
+            return {}
+
+    (tmp_path / REPORT_NAME).write_text("{}")
+    workers = SimpleNamespace(share=lambda _root, _alone: order.append("share"))
+    run = SimpleNamespace(machine=SimpleNamespace(workers=workers))
+    job: Any = Finished(config=SimpleNamespace(resume=True), output=tmp_path, run=run, _finished=lambda: None)
+    Job.finished_report(job)
+    assert order == ["fingerprint", "share"]
