@@ -243,8 +243,8 @@ def test_what_it_cannot_hold_is_refused_before_any_work(
     assert not Path(config.output).with_name("out.incomplete").exists()
 
 
-def test_it_is_not_compressed_twice(compressed: Path, make_config: MakeConfig, tmp_path: Path) -> None:
-    with pytest.raises(OneshotError, match="the model it came from"):
+def test_the_stock_form_does_not_hold_it(compressed: Path, make_config: MakeConfig, tmp_path: Path) -> None:
+    with pytest.raises(OneshotError, match="use --form per-layer"):
         compress(make_config(compressed, output=str(tmp_path / "twice")))
 
 

@@ -1,5 +1,6 @@
 """Output curvature: against autograd through the whole stock model, and as a price of what is removed."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,8 +25,10 @@ from oneshot.pipeline import compress, profile
 from oneshot.profiling import load_profile
 from oneshot.profiling.curvature import LARGEST_GRADIENT, SCORES_TOGETHER, clipped, sequences_together
 from oneshot.run import open_run
+from oneshot.stream import OutputHead
 
 Rows = np.ndarray[Any, Any]
+ROUNDING = 1e-5  # of sums of probabilities in float32
 DOWNS = ("mlp.down_proj", "feed_forward.down_proj", "feed_forward.w2")  # of an FFN
 OTHER_DOWNS = ("fc2", "mlp.fc2", "mlp.c_proj", "mlp.dense_4h_to_h", "shared_mlp.output_linear")
 
@@ -44,11 +47,12 @@ def first(output: Any) -> torch.Tensor:
 
 
 def whole_model_gradients(
-    folder: str, token_ids: torch.Tensor, seed: int, *, norms_inside: bool
+    folder: str, token_ids: torch.Tensor, seed: int, drawn: Sequence[torch.Tensor], *, norms_inside: bool
 ) -> list[dict[str, Rows]]:
     """Return gradients `(sequences, length, n)` of every layer, by one backward pass through all of it in float64.
 
-    With norms inside, those of writers are by outputs in units of their root mean square.
+    The loss is of the tokens that were `drawn`, which are those of float64 but where its sums are as near to a level as
+    float32 rounds. With norms inside, gradients of writers are by outputs in units of their root mean square.
     """
     options: dict[str, Any] = {"dtype": torch.float64, "experts_implementation": "eager"}
     model = AutoModelForCausalLM.from_pretrained(folder, **options).eval().requires_grad_(False)
@@ -80,11 +84,13 @@ def whole_model_gradients(
             linear.register_forward_hook(lambda _, inputs, output, keep=keep, name=name: keep(name, first(output)))
     logits = model(token_ids, use_cache=False).logits
     loss = torch.zeros((), dtype=torch.float64)
-    for index, own_logits in enumerate(logits):
+    for index, (own_logits, tokens) in enumerate(zip(logits, drawn, strict=True)):
         uniforms = torch.rand(len(own_logits), generator=torch.Generator().manual_seed(seed + index)).double()
-        cumulative = own_logits.detach().softmax(-1).cumsum(-1)
-        drawn = torch.searchsorted(cumulative, uniforms.unsqueeze(1), right=True).squeeze(1)
-        loss = loss + functional.cross_entropy(own_logits, drawn, reduction="sum")
+        cumulative = functional.pad(own_logits.detach().softmax(-1).cumsum(-1), (1, 0))
+        below, above = cumulative.gather(1, torch.stack((tokens, tokens + 1), 1)).T
+        assert (below - ROUNDING <= uniforms).all()
+        assert (uniforms <= above + ROUNDING).all()
+        loss = loss + functional.cross_entropy(own_logits, tokens, reduction="sum")
     loss.backward()
     found, config = [], SimpleNamespace(**model.config.to_dict())
     for own in kept:
@@ -104,6 +110,20 @@ def whole_model_gradients(
         queries_keys = np.concatenate((gradients.pop("q"), gradients.pop("k")), -1) if fused is None else fused
         found.append(gradients | {"query_key": queries_keys[..., :width]})
     return found
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """The tokens that a run draws, by sequence."""
+    tokens: list[torch.Tensor] = []
+    draw = OutputHead._drawn
+
+    def draw_and_keep(*given: Any) -> torch.Tensor:
+        tokens.append(draw(*given))
+        return tokens[-1]
+
+    monkeypatch.setattr(OutputHead, "_drawn", draw_and_keep)
+    return tokens
 
 
 def measured_curvature(config: Config) -> list[dict[str, torch.Tensor]]:
@@ -165,6 +185,7 @@ def test_it_is_that_of_the_whole_stock_model(
     together: int,
     make_checkpoint: MakeCheckpoint,
     make_config: MakeConfig,
+    drawn: list[torch.Tensor],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("oneshot.profiling.curvature.sequences_together", lambda *_: together)
@@ -173,7 +194,7 @@ def test_it_is_that_of_the_whole_stock_model(
     config = make_config(folder, form="per-layer", curvature="fisher", **sizes)
     found, tokens = measured_curvature(config), calibration_tokens(config)
     norms_inside = family in (*NORMS_INSIDE, "glm4")
-    expected = whole_model_gradients(config.checkpoint, tokens, config.seed, norms_inside=norms_inside)
+    expected = whole_model_gradients(config.checkpoint, tokens, config.seed, drawn, norms_inside=norms_inside)
     for of_layer, gradients in zip(found, expected, strict=True):
         assert of_layer.keys() == gradients.keys()
         for name, rows in gradients.items():
