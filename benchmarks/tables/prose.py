@@ -1,7 +1,5 @@
 """Numbers inside sentences of the documents, from rows."""
 
-import math
-
 from harness import Row, latest, read_rows
 
 from oneshot.families import FAMILIES
@@ -55,12 +53,22 @@ def little_text() -> str:
 
 
 def own_types() -> str:
-    """Return what types per tensor lose at the bytes of llama-quantize's files, as a share of the log-loss of these."""
-    rows = read_rows("tensor_types")
-    newest = {row["types"]: row["perplexity"] for row in rows if row["text"] == rows[-1]["text"]}
-    kinds = [kind for kind in newest if f"own types at {kind}" in newest]
-    lost = {name: math.log(perplexity / newest["F16"]) for name, perplexity in newest.items()}
-    return ", ".join(f"{lost[f'own types at {kind}'] / lost[kind]:.2f} at {kind}" for kind in kinds)
+    """Return the divergence of types per tensor at the bytes of llama-quantize's files, as a share of that of these."""
+    return _shares_of_files("divergence")
+
+
+def own_types_lost() -> str:
+    """Return the same of the log-loss, whose error is larger: its mean over texts is a small difference."""
+    return _shares_of_files("lost_nats")
+
+
+def _shares_of_files(measure: str) -> str:
+    """Return what files with types of their own have of a measure, as a share of llama-quantize's, over all texts."""
+    means: dict[str, list[float]] = {}
+    for row in latest([row for row in read_rows("tensor_types") if measure in row], "types", "text"):
+        means.setdefault(row["types"], []).append(row[measure])
+    kinds = [kind for kind in means if f"own types at {kind}" in means]
+    return ", ".join(f"{sum(means[f'own types at {kind}']) / sum(means[kind]):.2f} at {kind}" for kind in kinds)
 
 
 def faster_7b() -> str:
