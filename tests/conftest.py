@@ -124,6 +124,22 @@ def save_model(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path)
     return save
 
 
+SHARED: dict[Path, list[tuple[str, int, int]]] = {}  # folders that tests share, with their files as they were made
+
+
+def files_of(folder: Path) -> list[tuple[str, int, int]]:
+    """Return the name, the bytes and the time of every file of a folder."""
+    with os.scandir(folder) as files:
+        return sorted((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _shared_checkpoints_stay() -> Iterator[None]:
+    """No test may write into a checkpoint that others read after it: their results would depend on the order."""
+    yield
+    assert [folder for folder, files in SHARED.items() if files_of(folder) != files] == []
+
+
 @pytest.fixture(scope="session")
 def make_checkpoint(save_model: Callable[..., Path]) -> MakeCheckpoint:
     """`make_checkpoint(**options of build_model, shard_size=…)`; tests share the folders and must not write there."""
@@ -135,6 +151,7 @@ def make_checkpoint(save_model: Callable[..., Path]) -> MakeCheckpoint:
         key = repr((shard_size, sorted(options.items())))
         if key not in made:
             made[key] = save_model(build_model(**options), shard_size=shard_size)
+            SHARED[made[key]] = files_of(made[key])
         return made[key]
 
     return make
