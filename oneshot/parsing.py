@@ -38,11 +38,9 @@ def _parse(text: str, suffixes: dict[str, int], expected: str) -> int:
 
 def parse_share(text: str) -> float:
     """Parse a share: `"5%"` and `"0.05"` are 0.05. Raises `ConfigError` for anything else."""
-    number, _, rest = text.strip().partition("%")
+    number = text.strip().removesuffix("%")
     try:
-        if rest:
-            raise ValueError
-        return float(number) / (100 if text.strip().endswith("%") else 1)
+        return float(number) / (1 if number == text.strip() else 100)
     except ValueError as error:
         raise ConfigError(f"{text!r} is not a share such as 5% or 0.05.") from error
 

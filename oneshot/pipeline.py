@@ -3,7 +3,8 @@
 import json
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -59,13 +60,8 @@ def compress(config: Config, *, show_progress: Shown | Tracker = False) -> Repor
         raise ConfigError("--max-loss is judged by a check at the end, which this run leaves out; ask for a size.")
     watch = Stopwatch()
     config = with_kept_dtype(config, open_gguf(config.checkpoint))
-    with (
-        following(show_progress) as tracker,
-        open_run(config, [output_folder(config.output)], tracker=tracker) as run,
-    ):
-        job = Job(config, run)
-        expect_stages([job])
-        return _compress(job, watch)
+    with _opened(config, [config], show_progress) as run:
+        return _compress_alone(config, run, watch)
 
 
 def compress_sizes(
@@ -79,10 +75,7 @@ def compress_sizes(
     watch = Stopwatch()
     # the largest target decides whether a model needs further tensors
     largest = max(configs, key=lambda one: one.target.sparsity or 0)
-    with (
-        following(show_progress) as tracker,
-        open_run(largest, [output_folder(one.output) for one in configs], tracker=tracker) as run,
-    ):
+    with _opened(largest, configs, show_progress) as run:
         jobs = [Job(one, run) for one in configs]
         expect_stages(jobs)
         reports = []
@@ -101,26 +94,19 @@ def compress_within(config: Config, check: Check, *, show_progress: Shown | Trac
     """
     watch = Stopwatch()
     config = with_kept_dtype(config, open_gguf(config.checkpoint))
-    with (
-        following(show_progress) as tracker,
-        open_run(config, [output_folder(config.output)], tracker=tracker) as run,
-    ):
+    with _opened(config, [config], show_progress) as run:
 
-        def made(config: Config, watch: Stopwatch) -> tuple[Config, Report]:
-            job = Job(config, run)
-            expect_stages([job])
-            report = _compress(job, watch)
-            return job.config, run.machine.workers.share(
-                0, lambda: report if report.check is not None else check(job.config, report)
-            )
+        def checked(config: Config, watch: Stopwatch) -> Report:
+            report = _compress_alone(config, run, watch)
+            return run.machine.workers.share(0, lambda: report if report.check is not None else check(config, report))
 
         if config.resume:
             config = _finished_of(config, run)
-        config, report = made(config, watch)
+        report = checked(config, watch)
         corrected = _corrected(config, report)
         if corrected is not None:
             reset_peak()
-            config, report = made(corrected, Stopwatch())
+            report = checked(corrected, Stopwatch())
         lost, allowed = _lost(report), config.target.max_loss
         if lost is not None and allowed is not None and lost > math.log1p(allowed):
             logger.warning(
@@ -129,6 +115,21 @@ def compress_within(config: Config, check: Check, *, show_progress: Shown | Trac
                 100 * allowed,
             )
         return report
+
+
+@contextmanager
+def _opened(config: Config, configs: Sequence[Config], show_progress: Shown | Tracker) -> Iterator[Run]:
+    """Open the run of a config, which writes the results of `configs`, and show how far it is."""
+    outputs = [output_folder(one.output) for one in configs]
+    with following(show_progress) as tracker, open_run(config, outputs, tracker=tracker) as run:
+        yield run
+
+
+def _compress_alone(config: Config, run: Run, watch: Stopwatch) -> Report:
+    """Compress the only target that a run has now; `watch` as in `_compress`."""
+    job = Job(config, run)
+    expect_stages([job])
+    return _compress(job, watch)
 
 
 def _lost(report: Report) -> float | None:

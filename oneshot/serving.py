@@ -1,4 +1,4 @@
-"""What opens a result, on how many GPUs, and with which groups of a quantiser (`--serve`)."""
+"""The engine that serves a result, its GPUs, and the groups of a quantiser (`--serve`)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields

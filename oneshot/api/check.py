@@ -19,6 +19,7 @@ from oneshot.footprint.check_memory import ANSWER_TOKENS, LONGEST_WINDOW, num_wi
 from oneshot.machine import resolve_device
 from oneshot.machine.dtype import COMPUTE_DTYPES
 from oneshot.machine.memory import peak_bytes, peak_device_bytes, release_heap, reset_peak
+from oneshot.parsing import full_dtype
 from oneshot.report.additions import add_check
 from oneshot.report.progress import Tracker
 from oneshot.report.records import Check, Report
@@ -97,7 +98,7 @@ def _checked(config: Config, report: Report, question: str | None, step: Step) -
 
 def _measured(config: Config, report: Report, output: Path, asked: str | None, step: Step) -> Check:
     device = resolve_device(config.machine.device)
-    dtype = COMPUTE_DTYPES[str(report.fingerprint["dtype"]).removeprefix("torch.")]  # that of the run
+    dtype = COMPUTE_DTYPES[full_dtype(str(report.fingerprint["dtype"]))]  # as in the run
     reason = _too_large(config, report, device)
     if reason is not None:
         return Check(skipped=reason)

@@ -1,4 +1,4 @@
-"""What a result of ours says about the model that it came from, and what to do in place of compressing it again."""
+"""Read of a result of ours how large its original was, and advise what to do in place of compressing it again."""
 
 import json
 import os

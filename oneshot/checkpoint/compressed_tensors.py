@@ -10,7 +10,14 @@ from typing import Any
 import torch
 
 from oneshot.checkpoint.dtypes import DTYPES
-from oneshot.checkpoint.quantised import NOT_QUANTISED, QuantisedWeight, QuantisedWeights, Shapes, stated_dtype
+from oneshot.checkpoint.quantised import (
+    NOT_QUANTISED,
+    OTHERWISE,
+    QuantisedWeight,
+    QuantisedWeights,
+    Shapes,
+    stated_dtype,
+)
 from oneshot.errors import CheckpointError, cause
 
 NVFP4 = "nvfp4-pack-quantized"
@@ -24,7 +31,6 @@ UNUSED = tuple(
 )
 WORD = 32
 PANEL = 1024  # rows that are dequantised together, because that needs many times the memory of the packed ones
-OTHERWISE = "give the unquantised checkpoint"
 
 
 def compressed_weights(

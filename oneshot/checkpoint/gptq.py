@@ -12,7 +12,14 @@ from typing import Any
 import torch
 
 from oneshot.checkpoint.dtypes import DTYPES
-from oneshot.checkpoint.quantised import NOT_QUANTISED, QuantisedWeight, QuantisedWeights, Shapes, stated_dtype
+from oneshot.checkpoint.quantised import (
+    NOT_QUANTISED,
+    OTHERWISE,
+    QuantisedWeight,
+    QuantisedWeights,
+    Shapes,
+    stated_dtype,
+)
 from oneshot.errors import CheckpointError
 
 OWN, ZEROS, SCALES, GROUPS = "qweight", "qzeros", "scales", "g_idx"
@@ -22,7 +29,6 @@ PANEL = 1024  # outputs that are dequantised together; numbers of 32 bits need m
 FORMATS = {"gptq": ("gptq", "gptq_v2"), "awq": ("gemm",)}
 BITS = {"gptq": (2, 4, 8), "awq": (4,)}
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # of the fields of a word that outputs 0, 1, 2, … are in
-OTHERWISE = "give the unquantised checkpoint"
 
 
 def gptq_weights(

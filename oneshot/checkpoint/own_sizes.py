@@ -165,7 +165,7 @@ STATED: dict[str, Callable[[dict[str, Any]], Stated]] = {
     NAS_MODEL_TYPE: _nemotron_nas,
     RESIZED_MODEL_TYPE: _resized,
 }
-"""What a config.json of ours says in its family's own terms, by its model type."""
+"""Readers of a config.json of ours in its family's own terms, by its model type."""
 
 
 def _refuse(stack: StackShape) -> None:

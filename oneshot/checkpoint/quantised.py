@@ -11,6 +11,7 @@ from oneshot.checkpoint.card import card_metadata
 from oneshot.errors import CheckpointError
 
 Shapes = Mapping[str, tuple[int, ...]]
+OTHERWISE = "give the unquantised checkpoint"  # the remedy of weights that are not read
 
 
 @dataclass(frozen=True)

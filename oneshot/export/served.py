@@ -1,7 +1,7 @@
-"""What `--serve engine=` opens: the forms of each engine, and what it lacks.
+"""Know the forms that each engine of `--serve engine=` opens, and the families that it lacks.
 
 Classes of engines were looked up in the packages of vLLM 0.32, SGLang 0.5.23, mlx-lm 0.32.2 and llama.cpp (of
-llama-cpp-python 0.3.36); those of TensorRT-LLM were not.
+llama-cpp-python 0.3.36); TensorRT-LLM's were not.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Which sizes open where a result is to be served (`--serve`): equal shares for all GPUs, of whole groups of weights.
+"""Decide if sizes open where a result is to be served (`--serve`): as equal shares for all GPUs, of whole groups.
 
 A linear that reads the residual stream is shared by its outputs, and one that writes it by its inputs (Megatron-LM,
 1909.08053, section 3). So heads and neurons are shared, and groups must divide the inputs that one GPU has.

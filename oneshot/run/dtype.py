@@ -12,6 +12,7 @@ from oneshot.checkpoint import peek_fingerprint
 from oneshot.footprint import Bounds, Work, fits
 from oneshot.machine import DtypeChoice, Machine, choose_dtype
 from oneshot.machine.dtype import COMPUTE_DTYPES
+from oneshot.parsing import full_dtype
 from oneshot.report.card import REPORT_NAME
 
 
@@ -51,7 +52,7 @@ def earlier_dtype(outputs: Sequence[Path]) -> str | None:
     """Return the dtype of the first interrupted or finished run of these outputs; None without one."""
     for output in outputs:
         for fingerprint in (peek_fingerprint(output), _reported(output)):
-            name = str((fingerprint or {}).get("dtype")).removeprefix("torch.")
+            name = full_dtype(str((fingerprint or {}).get("dtype")))
             if name in COMPUTE_DTYPES:
                 return name
     return None

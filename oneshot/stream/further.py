@@ -1,4 +1,4 @@
-"""What enters a layer that predicts tokens after the next one."""
+"""The inputs of a layer that predicts tokens after the next one."""
 
 from dataclasses import replace
 

@@ -50,7 +50,7 @@ def measuring(*lost: float) -> tuple[Callable[[Config, Report], Report], list[Re
 def loss_of_a_fifth(
     make_checkpoint: MakeCheckpoint, text_file: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> float:
-    """What the profile predicts that a fifth of the parameters loses."""
+    """The loss that the profile predicts for a fifth of the parameters."""
     output = tmp_path_factory.mktemp("first") / "out"
     config = small_config(make_checkpoint(**MODEL), text_file, output=output, **OPTIONS)
     divergence = compress(config).predicted_divergence

@@ -1,4 +1,4 @@
-"""What `--serve engine=` chooses and refuses, before any work; what the card, the report and a dry run say of it."""
+"""Forms that `--serve engine=` chooses and refuses before any work; the words of the card, the report and a dry run."""
 
 import ast
 import json

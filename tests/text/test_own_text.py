@@ -1,4 +1,4 @@
-"""How tokens of a model's own text are drawn, and the cache of keys and values that grows in place."""
+"""Tokens of a model's own text are drawn by levels, and its cache of keys and values grows in place."""
 
 from contextlib import nullcontext
 from typing import Any
