@@ -230,9 +230,9 @@ def test_documents_are_drawn_from_the_models_distribution(make_checkpoint: MakeC
             assert abs(statistic - degrees) < 5 * (2 * degrees) ** 0.5
 
 
-def test_self_written_text_is_openings_and_continuations(make_checkpoint: MakeCheckpoint, tokenizer: Any) -> None:
+def test_self_written_text_is_openings_and_continuations(own_checkpoint: MakeCheckpoint, tokenizer: Any) -> None:
     """The model's own generation config has no influence on the end of documents or on the draws."""
-    folder = make_checkpoint()
+    folder = own_checkpoint()
     habits = {"eos_token_id": list(range(100)), "do_sample": True, "top_k": 2, "repetition_penalty": 2.0}
     (folder / "generation_config.json").write_text(json.dumps(habits))
     text = sample(folder, tokenizer, num=6, length=50, seed=3)
