@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from oneshot.architecture import LayerShape, Stack
 from oneshot.compression.fold_post_norm import fold_output, fold_post_norm, fold_table, fold_tied_head
 from oneshot.export import modeling_oneshot_encoder as modelling
-from oneshot.families import FAMILIES, LayerShape, Stack
+from oneshot.families import FAMILIES
 
 Tensors = dict[str, torch.Tensor]
 Norms = list[tuple[str, Tensors]]

@@ -14,8 +14,9 @@ import torch
 from factories import MakeConfig, build_model
 from safetensors.torch import load_file
 
+from oneshot.architecture import ModelShape
 from oneshot.errors import CheckpointError
-from oneshot.families import LLAMA, ModelShape
+from oneshot.families import LLAMA
 from oneshot.linalg.elimination import eliminate
 from oneshot.linalg.psd import RidgeFactor
 from oneshot.method import Correction, Pivoting, SelectorName, Sketch

@@ -8,11 +8,12 @@ import pytest
 from factories import MakeCheckpoint, MakeConfig
 
 from oneshot import Config, Target
+from oneshot.architecture import ModelShape
 from oneshot.compression import find_subspaces
 from oneshot.compression import layer as layer_module
 from oneshot.errors import OneshotError
 from oneshot.export import FORMS
-from oneshot.families import LLAMA, ModelShape
+from oneshot.families import LLAMA
 from oneshot.families.opt import OPT
 from oneshot.method import Correction, SelectorName
 from oneshot.pipeline import compress

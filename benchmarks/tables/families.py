@@ -5,8 +5,9 @@ from typing import get_args
 
 from harness import ROOT, latest, read_rows
 
+from oneshot.architecture import Description, Feature
 from oneshot.export.gguf import ARCHITECTURES
-from oneshot.families import FAMILIES, Description, Feature
+from oneshot.families import FAMILIES
 from tables.cells import markdown
 from tables.gpu_measured import made_by
 

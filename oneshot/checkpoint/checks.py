@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
+from oneshot.architecture import Description, ModelShape
 from oneshot.checkpoint.reader import Checkpoint
 from oneshot.checkpoint.stock import complete_text_config, sample_model, tied_names
 from oneshot.errors import CheckpointError, cause
-from oneshot.families import Description, ModelShape, is_text
+from oneshot.families import is_text
 
 WEIGHT_DTYPES = ("F64", "F32", "F16", "BF16")
 

@@ -4,10 +4,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from oneshot.architecture import Description, FurtherNames
 from oneshot.checkpoint.model import MOST_FURTHER_LAYERS, Model, identify
 from oneshot.checkpoint.stock import with_kept_layers
 from oneshot.errors import CheckpointError
-from oneshot.families import Description, FurtherNames
 
 
 @dataclass(frozen=True)

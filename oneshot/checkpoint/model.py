@@ -7,6 +7,22 @@ from typing import Any
 
 import torch
 
+from oneshot.architecture import (
+    BEHIND,
+    FURTHER_PREFIX,
+    Description,
+    ModelShape,
+    Stack,
+    StackShape,
+    as_stored,
+    check_layers,
+    from_files,
+    predicts_tokens,
+    read_shape,
+    stated_class,
+    stated_of_further,
+    without_further,
+)
 from oneshot.checkpoint.checks import (
     Outside,
     check_carried,
@@ -31,28 +47,7 @@ from oneshot.checkpoint.stock import (
 )
 from oneshot.checkpoint.tables import without_equal_head
 from oneshot.errors import CheckpointError, PlanError
-from oneshot.families import (
-    BEHIND,
-    FAMILIES,
-    FURTHER_PREFIX,
-    Description,
-    ModelShape,
-    Stack,
-    StackShape,
-    UnknownFamilyError,
-    as_stored,
-    check_layers,
-    find_family,
-    from_files,
-    is_text,
-    predicts_tokens,
-    read_shape,
-    stated_class,
-    stated_of_further,
-    text_of,
-    with_text,
-    without_further,
-)
+from oneshot.families import FAMILIES, UnknownFamilyError, find_family, is_text, text_of, with_text
 from oneshot.tensors import Tensors
 
 MOST_FURTHER_LAYERS = 16

@@ -5,26 +5,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from oneshot.architecture import FURTHER_PREFIX, Description, StackShape, read_by, read_shape, scaled_epsilon
+from oneshot.architecture.stated_shapes import nemotron_nas_shape, per_layer_shape, resized_shape
 from oneshot.checkpoint.compressed import again
 from oneshot.checkpoint.low_rank import LowRank, multiplied
 from oneshot.checkpoint.reader import Checkpoint
 from oneshot.checkpoint.stock import complete_config, model_type_of, resized_config
 from oneshot.errors import CheckpointError, cause
-from oneshot.families import (
-    COMPRESSED,
-    COMPRESSED_MODEL_TYPE,
-    FURTHER_PREFIX,
-    LLAMA,
-    NAS_MODEL_TYPE,
-    RESIZED_MODEL_TYPE,
-    Description,
-    StackShape,
-    find_family,
-    read_by,
-    read_shape,
-    scaled_epsilon,
-)
-from oneshot.families.stated_shapes import nemotron_nas_shape, per_layer_shape, resized_shape
+from oneshot.families import COMPRESSED, COMPRESSED_MODEL_TYPE, LLAMA, NAS_MODEL_TYPE, RESIZED_MODEL_TYPE, find_family
 
 # what configs of the per-layer form under Llama's names have of the input's config
 KEPT_KEYS = (

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from oneshot.architecture import StackShape
 from oneshot.checkpoint.compressed import again
 from oneshot.checkpoint.dtypes import DTYPES, ITEM_BYTES
 from oneshot.checkpoint.quantised import NOT_QUANTISED, QuantisedWeight, QuantisedWeights
@@ -22,7 +23,6 @@ from oneshot.checkpoint.read_log import ReadLog
 from oneshot.checkpoint.safe_files import check_readable, read_config, read_json, stored_file
 from oneshot.checkpoint.torch_file import TorchFile
 from oneshot.errors import CheckpointError, cause
-from oneshot.families import StackShape
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
+from oneshot.architecture import Description, ModelShape, predicts_tokens, stated_class
 from oneshot.checkpoint.reader import Checkpoint
 from oneshot.checkpoint.safe_files import read_config
 from oneshot.errors import CheckpointError
-from oneshot.families import FAMILIES, Description, ModelShape, predicts_tokens, stated_class, text_of, with_text
+from oneshot.families import FAMILIES, text_of, with_text
 
 # transformers' classes of decoders that do not predict the next token
 OTHER_CLASSES = (

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import torch
 
+from oneshot.architecture import Description
 from oneshot.checkpoint.reader import Checkpoint
 from oneshot.errors import PlanError
-from oneshot.families import Description
 
 # Relative difference of two copies of a table that are quantised apart. Two tables of their own differ by more than 1.
 NOISE = 0.1

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from oneshot.families import Sublayer
+from oneshot.architecture import Sublayer
 from oneshot.machine.transfer import as_like
 from oneshot.stream import Layer
 from oneshot.tensors import Tensors

@@ -14,8 +14,8 @@ from collections.abc import Iterable
 import torch
 from oneshot_kernels import suffix_sums
 
+from oneshot.architecture import TableShape
 from oneshot.compression.fold import PANEL_ROWS, times
-from oneshot.families import TableShape
 from oneshot.linalg.interpolative import spanning_columns
 from oneshot.linalg.low_rank import damped_root
 from oneshot.linalg.pca import energies_along, principal_directions

@@ -7,10 +7,10 @@ from functools import partial
 
 import torch
 
+from oneshot.architecture import Experts
 from oneshot.compression.expert_scores import ExpertSums, GateRule, Routed, outputs_of, removed_experts, route
 from oneshot.compression.tasks import ExpertsTask
 from oneshot.errors import CheckpointError
-from oneshot.families import Experts
 from oneshot.stream import Layer, Routing, States
 from oneshot.tensors import Tensors
 

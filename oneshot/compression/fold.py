@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+from oneshot.architecture import ModelShape, Stack, Sublayer
 from oneshot.compression.correction import Factors
-from oneshot.families import ModelShape, Stack, Sublayer
 from oneshot.machine.transfer import as_like
 from oneshot.tensors import Tensors
 

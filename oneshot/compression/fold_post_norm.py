@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from oneshot.architecture import Stack
 from oneshot.compression.fold import times, without_mean
-from oneshot.families import Stack
 from oneshot.machine.transfer import as_like
 from oneshot.tensors import Tensors
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from oneshot_kernels import suffix_sums
 
+from oneshot.architecture import Attention, ModelShape
 from oneshot.compression.statistics import HeadGramAccumulator
-from oneshot.families import Attention, ModelShape
 from oneshot.linalg.low_rank import (
     product_energies,
     query_key_maps,

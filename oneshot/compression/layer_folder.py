@@ -4,13 +4,13 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from oneshot.architecture import Attention, Stack, Sublayer
 from oneshot.checkpoint import Model
 from oneshot.compression.fold import cut_heads, fold_hidden, to_rms_norms, without_sublayer
 from oneshot.compression.fold_post_norm import fold_post_norm
 from oneshot.compression.inner_heads import InnerMaps, fold_inner
 from oneshot.compression.ranks import Ranks, fold_ranks
 from oneshot.compression.subspaces import StreamSubspaces
-from oneshot.families import Attention, Stack, Sublayer
 from oneshot.planning import Grid
 from oneshot.tensors import Tensors
 

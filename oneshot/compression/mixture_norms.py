@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from oneshot.architecture import Experts, Norm, Stack
 from oneshot.compression.branch_norm import BranchNorm
-from oneshot.families import Experts, Norm, Stack
 from oneshot.stream import Layer, Routing
 from oneshot.tensors import Tensors
 

@@ -26,10 +26,10 @@ from functools import cached_property
 import torch
 from oneshot_kernels import suffix_sums
 
+from oneshot.architecture import Attention, FeedForward, Mixer, ModelShape, RankedKind, Sublayer, read_by
 from oneshot.compression.branch_norm import BranchNorm
 from oneshot.compression.curvature import LayerCurvature, column_costs
 from oneshot.compression.statistics import GramAccumulator, HeadGramAccumulator
-from oneshot.families import Attention, FeedForward, Mixer, ModelShape, RankedKind, Sublayer, read_by
 from oneshot.linalg.interpolative import spanning_columns
 from oneshot.linalg.low_rank import damped_root
 from oneshot.linalg.pca import energies_along, principal_directions

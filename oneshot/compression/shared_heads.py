@@ -7,11 +7,11 @@ has no table: each layer chooses its own heads when it is compressed.
 
 import torch
 
+from oneshot.architecture import ModelShape
 from oneshot.checkpoint import Model
 from oneshot.compression.fold import augmented_weight, row_energy
 from oneshot.compression.overflow import naming_the_layer
 from oneshot.compression.statistics import GramAccumulator, MomentAccumulator
-from oneshot.families import ModelShape
 from oneshot.machine import Machine
 from oneshot.machine.prefetch import prefetch
 from oneshot.machine.transfer import Uploader, pinned

@@ -12,12 +12,12 @@ from typing import TypeVar
 
 import torch
 
+from oneshot.architecture import ModelShape, RankedKind, Stack, Sublayer
 from oneshot.compression.curvature import LayerCurvature
 from oneshot.compression.inner_heads import InnerMaps
 from oneshot.compression.ranks import Ranks
 from oneshot.compression.statistics import damping_of
 from oneshot.compression.subspaces import StreamSubspaces
-from oneshot.families import ModelShape, RankedKind, Stack, Sublayer
 from oneshot.machine import Machine
 from oneshot.method import TOKENS_PER_NEURON, Method, SelectorName
 from oneshot.planning import LayerPlan, Plan

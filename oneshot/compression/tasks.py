@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import torch
 
+from oneshot.architecture import Attention, Carried, Experts, FeedForward, Mixer
 from oneshot.compression.fold import head_columns, row_energy
 from oneshot.compression.inner_heads import InnerMaps, keep_heads
 from oneshot.compression.ranks import Ranks
 from oneshot.compression.sublayer import SublayerTask, takes_sketch
-from oneshot.families import Attention, Carried, Experts, FeedForward, Mixer
 from oneshot.method import SelectorName
 from oneshot.selection import Evidence, select_heads, select_neurons
 from oneshot.tensors import Tensors

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from oneshot.architecture import StackShape
 from oneshot.checkpoint import Checkpoint, identify
 from oneshot.errors import CalibrationError
 from oneshot.evaluation.comparison import Evaluation, TextRecord
@@ -12,7 +13,7 @@ from oneshot.evaluation.examples import Reading, examples_record
 from oneshot.evaluation.kinds import Examples, Kind, load_as, read_examples
 from oneshot.evaluation.tokenizers import refuse_other_tokenizers
 from oneshot.export import stated_shape
-from oneshot.families import FAMILIES, StackShape
+from oneshot.families import FAMILIES
 from oneshot.text import load_tokenizer
 
 

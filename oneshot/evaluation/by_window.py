@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from oneshot.architecture import StackShape
 from oneshot.checkpoint import Checkpoint, identify
 from oneshot.errors import CalibrationError, ConfigError
 from oneshot.evaluation.comparison import Evaluation, TextRecord, text_record
@@ -16,7 +17,6 @@ from oneshot.evaluation.scoring import TextScore, relative_score, score_windows
 from oneshot.evaluation.tasks import load_documents, run_tasks, task_manager
 from oneshot.evaluation.tokenizers import refuse_other_tokenizers
 from oneshot.export import stated_shape
-from oneshot.families import StackShape
 from oneshot.report.display import tell_file
 from oneshot.tasks import expanded
 from oneshot.text import (

@@ -6,6 +6,7 @@ from typing import Any, Protocol, get_args
 
 import torch
 
+from oneshot.architecture import predicts_tokens, stated_class
 from oneshot.checkpoint import load_whole
 from oneshot.config import Kind
 from oneshot.errors import CheckpointError, cause
@@ -16,7 +17,7 @@ from oneshot.evaluation.generation import Generation
 from oneshot.evaluation.masked_tokens import MaskedTokens
 from oneshot.evaluation.retrieval import Retrieval
 from oneshot.export import model_classes
-from oneshot.families import FAMILIES, predicts_tokens, stated_class
+from oneshot.families import FAMILIES
 
 # The ends of the names of transformers' classes, in the order in which they are tried.
 ENDINGS: dict[str, Kind] = {

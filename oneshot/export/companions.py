@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from oneshot.architecture import Description, Experts, as_stored
 from oneshot.checkpoint import (
     Checkpoint,
     Journal,
@@ -26,7 +27,7 @@ from oneshot.errors import OutputError
 from oneshot.export.older_keys import with_older_keys
 from oneshot.export.own_classes import OWN_CLASSES
 from oneshot.export.result_tokenizer import keep_tokenizer
-from oneshot.families import FAMILIES, Description, Experts, as_stored, find_family
+from oneshot.families import FAMILIES, find_family
 
 CODE, PIPELINES = "auto_map", "custom_pipelines"  # entries that name classes in files of code or on the hub
 logger = logging.getLogger(__name__)

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from oneshot.architecture import Description, LayerShape, ModelShape, StackShape, stated_class
 from oneshot.checkpoint import Journal, Model, complete_config
 from oneshot.compression import StreamSubspaces
 from oneshot.compression.fold_post_norm import fold_output, fold_table, fold_tied_head
@@ -14,7 +15,7 @@ from oneshot.export.companions import finish_weights
 from oneshot.export.outside import Part, unchanged_outside
 from oneshot.export.own_code import OwnCode
 from oneshot.export.renamed_layers import RenamedLayers
-from oneshot.families import BERT, ENCODER_MODEL_TYPE, Description, LayerShape, ModelShape, StackShape, stated_class
+from oneshot.families import BERT, ENCODER_MODEL_TYPE
 from oneshot.planning import Grid, Plan
 from oneshot.tensors import Tensors
 

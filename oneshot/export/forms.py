@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from oneshot.architecture import Description, StackShape
+from oneshot.architecture.stated_shapes import nemotron_nas_shape, per_layer_shape, resized_shape
 from oneshot.checkpoint import Journal, Model
 from oneshot.compression import StreamSubspaces
 from oneshot.config import FormName, SaveDtype
@@ -13,15 +15,7 @@ from oneshot.export.outside import Part
 from oneshot.export.per_layer import PerLayerForm
 from oneshot.export.resized import ResizedForm
 from oneshot.export.stock import StockForm
-from oneshot.families import (
-    COMPRESSED_MODEL_TYPE,
-    ENCODER_MODEL_TYPE,
-    NAS_MODEL_TYPE,
-    RESIZED_MODEL_TYPE,
-    Description,
-    StackShape,
-)
-from oneshot.families.stated_shapes import nemotron_nas_shape, per_layer_shape, resized_shape
+from oneshot.families import COMPRESSED_MODEL_TYPE, ENCODER_MODEL_TYPE, NAS_MODEL_TYPE, RESIZED_MODEL_TYPE
 from oneshot.planning import Grid, Plan
 from oneshot.tensors import Tensors
 

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
+from oneshot.architecture import FurtherNames
 from oneshot.checkpoint import Checkpoint, FurtherLayers, Model
 from oneshot.export.companions import empty_tensors
 from oneshot.export.forms import Form
 from oneshot.export.outside import Part, as_named
 from oneshot.export.planned import typed
 from oneshot.export.stock import StockForm
-from oneshot.families import FurtherNames
 from oneshot.planning import Plan
 from oneshot.tensors import Tensors
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from oneshot.architecture import LayerShape, StackShape, scaled_epsilon
 from oneshot.checkpoint import GgufCheckpoint, Journal, Model, card_metadata, complete_config
 from oneshot.checkpoint.gguf_rotary import FACTORS, reason_against_rotary, rotary_factors, rotary_metadata
 from oneshot.checkpoint.layout import Place
@@ -30,7 +31,6 @@ from oneshot.export.llama_layers import (
 )
 from oneshot.export.outside import Part, folded_outside
 from oneshot.export.per_layer import per_layer_config
-from oneshot.families import LayerShape, StackShape, scaled_epsilon
 from oneshot.machine.durable import UNFINISHED, make_durable
 from oneshot.planning import Grid, Plan
 from oneshot.tensors import Tensors

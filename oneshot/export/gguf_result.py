@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from oneshot.architecture import StackShape
+from oneshot.architecture.stated_shapes import per_layer_shape
 from oneshot.checkpoint import locate_checkpoint
 from oneshot.checkpoint.gguf import FLOAT_BYTES, write_weights
 from oneshot.checkpoint.gguf_file import GgufModel
@@ -18,8 +20,7 @@ from oneshot.checkpoint.safe_files import read_config
 from oneshot.errors import CheckpointError, cause
 from oneshot.export.companions import empty_tensors
 from oneshot.export.gguf import FILE_NAME, INTERLEAVED, expected_tensors, rotated_heads, with_all_ffns
-from oneshot.families import COMPRESSED_MODEL_TYPE, StackShape
-from oneshot.families.stated_shapes import per_layer_shape
+from oneshot.families import COMPRESSED_MODEL_TYPE
 
 LEFT_BEHIND = (".gguf", ".html", ".md", ".safetensors")
 

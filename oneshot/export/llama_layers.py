@@ -1,10 +1,11 @@
 """The base of forms whose layers have Llama's tensors: their names, their config, and their refusals."""
 
+from oneshot.architecture import Description, StackShape
 from oneshot.checkpoint import Model, complete_config
 from oneshot.errors import PlanError
 from oneshot.export.outside import OutsideNames
 from oneshot.export.renamed_layers import RenamedLayers
-from oneshot.families import LLAMA, Description, StackShape
+from oneshot.families import LLAMA
 
 ADAPTERS = 'Adapters of peft need names: `LoraConfig(target_modules="all-linear")`.'
 NAMES = OutsideNames(LLAMA.stack.embedding, "model.norm.weight", "lm_head.weight")

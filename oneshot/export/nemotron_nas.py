@@ -4,6 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from oneshot.architecture import LayerShape, ModelShape, StackShape, scaled_epsilon
+from oneshot.architecture.stated_shapes import WIDTH_STEP
 from oneshot.checkpoint import Journal, Model, complete_config
 from oneshot.checkpoint.own_sizes import KEPT_KEYS
 from oneshot.compression import StreamSubspaces
@@ -18,8 +20,7 @@ from oneshot.export.llama_layers import (
 )
 from oneshot.export.outside import Part, folded_outside
 from oneshot.export.own_code import OwnCode
-from oneshot.families import NAS_MODEL_TYPE, LayerShape, ModelShape, StackShape, scaled_epsilon
-from oneshot.families.stated_shapes import WIDTH_STEP
+from oneshot.families import NAS_MODEL_TYPE
 from oneshot.planning import Grid, Plan
 from oneshot.tensors import Tensors
 

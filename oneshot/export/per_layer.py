@@ -5,6 +5,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from oneshot.architecture import LayerShape, ModelShape, StackShape
+from oneshot.architecture.stated_shapes import NOT_IN_LAYERS
 from oneshot.checkpoint import Journal, Model, complete_config
 from oneshot.checkpoint.own_sizes import KEPT_KEYS
 from oneshot.compression import StreamSubspaces
@@ -13,8 +15,7 @@ from oneshot.export.companions import finish_weights
 from oneshot.export.llama_layers import ADAPTERS, NAMES, LlamaLayers
 from oneshot.export.outside import Part, folded_outside
 from oneshot.export.own_code import OwnCode
-from oneshot.families import COMPRESSED_MODEL_TYPE, LayerShape, ModelShape, StackShape
-from oneshot.families.stated_shapes import NOT_IN_LAYERS
+from oneshot.families import COMPRESSED_MODEL_TYPE
 from oneshot.planning import Grid, Plan
 from oneshot.tensors import Tensors
 

@@ -2,8 +2,8 @@
 
 from abc import ABC, abstractmethod
 
+from oneshot.architecture import Description
 from oneshot.checkpoint import Model
-from oneshot.families import Description
 from oneshot.tensors import Tensors
 
 

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from oneshot.architecture import Description, Experts, LayerShape, Stack, read_by
 from oneshot.checkpoint import (
     Journal,
     Model,
@@ -24,14 +25,7 @@ from oneshot.export.outside import Part
 from oneshot.export.own_code import OwnCode
 from oneshot.export.per_layer import MODELLING_FILE as LLAMA_FILE
 from oneshot.export.stock import StockForm
-from oneshot.families import (
-    RESIZED_MODEL_TYPE,
-    Description,
-    Experts,
-    LayerShape,
-    Stack,
-    read_by,
-)
+from oneshot.families import RESIZED_MODEL_TYPE
 from oneshot.planning import Grid, Plan
 from oneshot.tensors import Tensors
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from oneshot.architecture import Stack, from_files, predicts_tokens, stated_class, to_files
 from oneshot.checkpoint import Journal, Model, resized_config, with_kept_layers
 from oneshot.compression import StreamSubspaces
 from oneshot.config import SaveDtype
@@ -17,7 +18,7 @@ from oneshot.export.outside import (
     folded_outside,
     unchanged_outside,
 )
-from oneshot.families import FAMILIES, Stack, from_files, predicts_tokens, stated_class, to_files
+from oneshot.families import FAMILIES
 from oneshot.planning import Grid, Plan
 from oneshot.report.card import python_usage
 from oneshot.tensors import Tensors

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from oneshot.architecture import StackShape
 from oneshot.config import Config
 from oneshot.errors import PlanError
 from oneshot.export.gguf import expected_tensors, with_all_ffns
@@ -22,7 +23,6 @@ from oneshot.export.gguf_result import RestoredModel
 from oneshot.export.quantisers import bytes_of, quantise, rounded, types_of
 from oneshot.export.result_model import EMBEDDING, HEAD, ResultModel
 from oneshot.export.result_sensitivity import HEAD_INPUTS, output_squares
-from oneshot.families import StackShape
 from oneshot.linalg.allocation import least_damage
 from oneshot.machine import Machine
 from oneshot.machine.durable import UNFINISHED, make_durable

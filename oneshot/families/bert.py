@@ -6,11 +6,11 @@ inside them and the hidden size need the per-layer form.
 
 from typing import Any
 
+from oneshot.architecture.description import Description, Sizes
+from oneshot.architecture.resizing import FIXED_HEADS, set_ffn_width
+from oneshot.architecture.stack import Stack
+from oneshot.architecture.sublayers import Attention, FeedForward, Norm, Sublayer
 from oneshot.errors import CheckpointError
-from oneshot.families.description import Description, Sizes
-from oneshot.families.resizing import FIXED_HEADS, set_ffn_width
-from oneshot.families.stack import Stack
-from oneshot.families.sublayers import Attention, FeedForward, Norm, Sublayer
 
 STACK = Stack(
     (

@@ -3,13 +3,13 @@
 from dataclasses import replace
 from typing import Any
 
+from oneshot.architecture.description import Description
+from oneshot.architecture.further import BEHIND
+from oneshot.architecture.shapes import ModelShape
+from oneshot.architecture.stack import Stack
+from oneshot.architecture.sublayers import Attention
 from oneshot.errors import CheckpointError
-from oneshot.families.description import Description
-from oneshot.families.further import BEHIND
 from oneshot.families.glm4_moe import EXPERTS, SIZES, dense_first, mixture, routed
-from oneshot.families.shapes import ModelShape
-from oneshot.families.stack import Stack
-from oneshot.families.sublayers import Attention
 
 CHOICES = ("greedy", "group_limited_greedy")  # of experts in V2
 DEEPSEEK_SIZES = replace(SIZES, head_dim="v_head_dim")

@@ -1,9 +1,9 @@
 """DistilBERT: BERT's layer under other names, without token types and without a pooler."""
 
-from oneshot.families.description import Description, Sizes
-from oneshot.families.resizing import FIXED_HEADS, set_ffn_width
-from oneshot.families.stack import Stack
-from oneshot.families.sublayers import Attention, FeedForward, Norm, Sublayer
+from oneshot.architecture.description import Description, Sizes
+from oneshot.architecture.resizing import FIXED_HEADS, set_ffn_width
+from oneshot.architecture.stack import Stack
+from oneshot.architecture.sublayers import Attention, FeedForward, Norm, Sublayer
 
 STACK = Stack(
     (

@@ -3,11 +3,11 @@
 from dataclasses import replace
 from typing import Any
 
-from oneshot.families.carried import Carried
-from oneshot.families.description import Description
-from oneshot.families.resizing import set_ffn_width
-from oneshot.families.stack import Stack
-from oneshot.families.sublayers import FeedForward, Norm, Sublayer
+from oneshot.architecture.carried import Carried
+from oneshot.architecture.description import Description
+from oneshot.architecture.resizing import set_ffn_width
+from oneshot.architecture.stack import Stack
+from oneshot.architecture.sublayers import FeedForward, Norm, Sublayer
 
 FFN = FeedForward(
     "feed_forward.up_proj", "feed_forward.down_proj", "feed_forward.gate_proj", activation="feed_forward.act_fn"

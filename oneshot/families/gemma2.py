@@ -3,11 +3,11 @@
 from dataclasses import replace
 from typing import Any
 
-from oneshot.families.description import Description
+from oneshot.architecture.description import Description
+from oneshot.architecture.resizing import set_sizes
+from oneshot.architecture.sublayers import Attention
 from oneshot.families.gemma3 import STACK
 from oneshot.families.llamas import scaled_embedding
-from oneshot.families.resizing import set_sizes
-from oneshot.families.sublayers import Attention
 
 HEAD_CAP = 30.0  # transformers' default
 

@@ -3,12 +3,12 @@
 from dataclasses import replace
 from typing import Any
 
+from oneshot.architecture.description import Description
+from oneshot.architecture.resizing import set_sizes
+from oneshot.architecture.stack import Stack
+from oneshot.architecture.sublayers import Attention, FeedForward, Norm, Sublayer
 from oneshot.errors import CheckpointError
-from oneshot.families.description import Description
 from oneshot.families.llamas import scaled_embedding
-from oneshot.families.resizing import set_sizes
-from oneshot.families.stack import Stack
-from oneshot.families.sublayers import Attention, FeedForward, Norm, Sublayer
 
 STACK = Stack(
     (

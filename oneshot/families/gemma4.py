@@ -10,17 +10,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from oneshot.architecture.branches import Branches
+from oneshot.architecture.carried import Carried, carried_layers
+from oneshot.architecture.description import Description, Sizes
+from oneshot.architecture.experts import Experts
+from oneshot.architecture.resizing import set_ffn_width
+from oneshot.architecture.shapes import ModelShape
+from oneshot.architecture.stack import Stack
+from oneshot.architecture.sublayers import FeedForward, Norm, Sublayer
+from oneshot.architecture.token_inputs import TokenInputs
 from oneshot.errors import CheckpointError
-from oneshot.families.branches import Branches
-from oneshot.families.carried import Carried, carried_layers
-from oneshot.families.description import Description, Sizes
-from oneshot.families.experts import Experts
 from oneshot.families.llamas import scaled_embedding
-from oneshot.families.resizing import set_ffn_width
-from oneshot.families.shapes import ModelShape
-from oneshot.families.stack import Stack
-from oneshot.families.sublayers import FeedForward, Norm, Sublayer
-from oneshot.families.token_inputs import TokenInputs
 
 WINDOWS = Carried(
     "attention within windows",

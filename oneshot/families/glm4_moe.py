@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from oneshot.families.description import Description, Sizes
-from oneshot.families.experts import Experts
-from oneshot.families.features import Feature
-from oneshot.families.further import BEHIND
+from oneshot.architecture.description import Description, Sizes
+from oneshot.architecture.experts import Experts
+from oneshot.architecture.features import Feature
+from oneshot.architecture.further import BEHIND
+from oneshot.architecture.stack import Stack
+from oneshot.architecture.sublayers import Attention, FeedForward
 from oneshot.families.llama import STACK
 from oneshot.families.mixtures import number_of_layers, resize
-from oneshot.families.stack import Stack
-from oneshot.families.sublayers import Attention, FeedForward
 
 IN_GROUPS = (
     "The experts of this {} are in {} groups, of which none can be removed alone; leave out --set experts=, so that "

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from oneshot.architecture.description import Description
 from oneshot.families.deepseek import DEEPSEEK_V3
 from oneshot.families.deepseek import variant as deepseek_variant
-from oneshot.families.description import Description
 from oneshot.families.mixtures import number_of_layers
 
 SPARSE, DENSE = "sparse", "dense"

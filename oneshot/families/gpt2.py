@@ -6,11 +6,11 @@ GPT-2 stores the weights of its layers as `(inputs, outputs)`; GPTBigCode has on
 from dataclasses import replace
 from typing import Any
 
+from oneshot.architecture.description import Description, Sizes
+from oneshot.architecture.resizing import FIXED_HEADS_ALONE, set_ffn_width
+from oneshot.architecture.stack import Stack
+from oneshot.architecture.sublayers import Attention, FeedForward, Norm, Sublayer
 from oneshot.errors import CheckpointError
-from oneshot.families.description import Description, Sizes
-from oneshot.families.resizing import FIXED_HEADS_ALONE, set_ffn_width
-from oneshot.families.stack import Stack
-from oneshot.families.sublayers import Attention, FeedForward, Norm, Sublayer
 
 _ATTENTION = Attention(module="attn", q="attn.q", k="attn.k", v="attn.v", out="attn.c_proj")
 STACK = Stack(

@@ -3,10 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
-from oneshot.families.description import Description, Sizes
-from oneshot.families.resizing import FIXED_HEADS_ALONE, set_ffn_width
-from oneshot.families.stack import Stack
-from oneshot.families.sublayers import Attention, FeedForward, Norm, Sublayer
+from oneshot.architecture.description import Description, Sizes
+from oneshot.architecture.resizing import FIXED_HEADS_ALONE, set_ffn_width
+from oneshot.architecture.stack import Stack
+from oneshot.architecture.sublayers import Attention, FeedForward, Norm, Sublayer
 
 STACK = Stack(
     (

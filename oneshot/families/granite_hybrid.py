@@ -6,14 +6,14 @@ Behind them is one FFN, or experts beside it.
 from dataclasses import replace
 from typing import Any
 
-from oneshot.families.carried import Carried, carried_layers
-from oneshot.families.description import Description, Sizes
+from oneshot.architecture.carried import Carried, carried_layers
+from oneshot.architecture.description import Description, Sizes
+from oneshot.architecture.shapes import ModelShape
+from oneshot.architecture.sublayers import FeedForward
 from oneshot.families.falcon_h1 import SCAN
 from oneshot.families.llama import STACK
 from oneshot.families.llamas import granite_factors
 from oneshot.families.mixtures import GRANITE_MOE, resize
-from oneshot.families.shapes import ModelShape
-from oneshot.families.sublayers import FeedForward
 
 WIDTH = "shared_intermediate_size"
 STATE_SPACES = Carried(

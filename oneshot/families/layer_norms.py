@@ -3,12 +3,12 @@
 from dataclasses import replace
 from typing import Any
 
+from oneshot.architecture.description import Description, Sizes
+from oneshot.architecture.resizing import FIXED_HEADS_ALONE, set_ffn_width, set_widths
+from oneshot.architecture.stack import Stack
+from oneshot.architecture.sublayers import Attention, FeedForward, Norm, Sublayer
 from oneshot.errors import CheckpointError
-from oneshot.families.description import Description, Sizes
 from oneshot.families.llama import STACK
-from oneshot.families.resizing import FIXED_HEADS_ALONE, set_ffn_width, set_widths
-from oneshot.families.stack import Stack
-from oneshot.families.sublayers import Attention, FeedForward, Norm, Sublayer
 
 
 def parallel(attention: Attention, ffn: FeedForward, norm: Norm, final: Norm) -> Stack:

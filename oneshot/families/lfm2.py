@@ -5,12 +5,12 @@ from typing import Any
 
 from torch.nn import functional
 
-from oneshot.families.carried import Carried, carried_layers
-from oneshot.families.description import Description, Sizes
-from oneshot.families.resizing import set_widths
-from oneshot.families.shapes import ModelShape
-from oneshot.families.stack import Stack
-from oneshot.families.sublayers import Attention, FeedForward, Norm, Sublayer
+from oneshot.architecture.carried import Carried, carried_layers
+from oneshot.architecture.description import Description, Sizes
+from oneshot.architecture.resizing import set_widths
+from oneshot.architecture.shapes import ModelShape
+from oneshot.architecture.stack import Stack
+from oneshot.architecture.sublayers import Attention, FeedForward, Norm, Sublayer
 
 ATTENTION = Attention(out="self_attn.out_proj", q_norm="self_attn.q_layernorm", k_norm="self_attn.k_layernorm")
 FFN = FeedForward("feed_forward.w3", "feed_forward.w2", "feed_forward.w1", functional.silu)

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from oneshot.families.carried import carried_layers
-from oneshot.families.description import Description, Sizes
-from oneshot.families.experts import Experts
+from oneshot.architecture.carried import carried_layers
+from oneshot.architecture.description import Description, Sizes
+from oneshot.architecture.experts import Experts
+from oneshot.architecture.sublayers import Norm, Sublayer
 from oneshot.families.lfm2 import FFN, LFM2, STACK
 from oneshot.families.mixtures import number_of_layers, resize
-from oneshot.families.sublayers import Norm, Sublayer
 
 EXPERTS = Experts(
     module="feed_forward",

@@ -2,12 +2,12 @@
 
 from typing import Any
 
+from oneshot.architecture.description import Description
+from oneshot.architecture.resizing import set_sizes
+from oneshot.architecture.shapes import ModelShape
+from oneshot.architecture.stack import Stack
+from oneshot.architecture.sublayers import Attention, FeedForward, Norm, Sublayer
 from oneshot.errors import PlanError
-from oneshot.families.description import Description
-from oneshot.families.resizing import set_sizes
-from oneshot.families.shapes import ModelShape
-from oneshot.families.stack import Stack
-from oneshot.families.sublayers import Attention, FeedForward, Norm, Sublayer
 
 STACK = Stack(
     (

@@ -4,11 +4,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from oneshot.families.description import Description
+from oneshot.architecture.description import Description
+from oneshot.architecture.resizing import FIXED_HEADS_ALONE, NO_FFN_BIASES, NO_HIDDEN_SIZE, set_ffn_width, set_sizes
+from oneshot.architecture.stack import Stack
+from oneshot.architecture.sublayers import Attention, FeedForward, Norm, Sublayer
 from oneshot.families.llama import STACK
-from oneshot.families.resizing import FIXED_HEADS_ALONE, NO_FFN_BIASES, NO_HIDDEN_SIZE, set_ffn_width, set_sizes
-from oneshot.families.stack import Stack
-from oneshot.families.sublayers import Attention, FeedForward, Norm, Sublayer
 
 MISTRAL_WINDOW = 4096  # transformers' default
 HEAD_NORMS = Attention(q_norm="self_attn.q_norm", k_norm="self_attn.k_norm")  # of each head, shared by all heads

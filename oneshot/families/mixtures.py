@@ -4,14 +4,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from oneshot.architecture.description import Description, Sizes
+from oneshot.architecture.experts import Experts
+from oneshot.architecture.shapes import ModelShape
+from oneshot.architecture.stack import Stack
+from oneshot.architecture.sublayers import Attention
 from oneshot.errors import CheckpointError
-from oneshot.families.description import Description, Sizes
-from oneshot.families.experts import Experts
 from oneshot.families.llama import STACK
 from oneshot.families.llamas import granite_factors
-from oneshot.families.shapes import ModelShape
-from oneshot.families.stack import Stack
-from oneshot.families.sublayers import Attention
 
 MOST_LAYERS = 10_000
 SIZES = Sizes(num_experts=("num_experts", "num_local_experts"), experts_per_token="num_experts_per_tok")

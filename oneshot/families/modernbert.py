@@ -7,13 +7,13 @@ layer has no norm before its attention.
 from dataclasses import replace
 from typing import Any
 
+from oneshot.architecture.carried import Carried
+from oneshot.architecture.description import Description, Sizes
+from oneshot.architecture.resizing import set_ffn_width
+from oneshot.architecture.stack import Stack
+from oneshot.architecture.sublayers import FeedForward, Norm, Sublayer
 from oneshot.errors import CheckpointError
-from oneshot.families.carried import Carried
-from oneshot.families.description import Description, Sizes
 from oneshot.families.mixtures import number_of_layers
-from oneshot.families.resizing import set_ffn_width
-from oneshot.families.stack import Stack
-from oneshot.families.sublayers import FeedForward, Norm, Sublayer
 
 ATTENTION = Carried("attention in one linear", "attn.Wo", attends=True)
 FIRST = replace(ATTENTION, title="attention without a norm before it")

@@ -3,12 +3,12 @@
 from dataclasses import replace
 from typing import Any
 
+from oneshot.architecture.description import Description
+from oneshot.architecture.experts import Experts
+from oneshot.architecture.sublayers import Attention
 from oneshot.families.deepseek import DEEPSEEK_V3
-from oneshot.families.description import Description
-from oneshot.families.experts import Experts
 from oneshot.families.glm4_moe import EXPERTS, GLM4_MOE, mixture, routed
 from oneshot.families.mixtures import MIXTRAL, SIZES, resize
-from oneshot.families.sublayers import Attention
 
 HEAD_NORMS = Attention(q_norm="self_attn.q_norm", k_norm="self_attn.k_norm")
 

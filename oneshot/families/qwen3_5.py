@@ -1,11 +1,11 @@
 """Qwen3.5 for text: the mixers of Qwen3-Next, which are carried, before one FFN or experts."""
 
-from oneshot.families.description import Description
-from oneshot.families.further import APART, PREFIX
+from oneshot.architecture.description import Description
+from oneshot.architecture.further import APART, PREFIX
+from oneshot.architecture.resizing import set_ffn_width
+from oneshot.architecture.sublayers import FeedForward
 from oneshot.families.mixtures import resize
 from oneshot.families.qwen3_next import MIXERS, QWEN3_NEXT, stack, with_linear_attention
-from oneshot.families.resizing import set_ffn_width
-from oneshot.families.sublayers import FeedForward
 
 QWEN3_5 = Description(
     "qwen3_5_text",

@@ -3,13 +3,13 @@
 from dataclasses import replace
 from typing import Any
 
-from oneshot.families.carried import Carried, carried_layers
-from oneshot.families.description import Description
-from oneshot.families.experts import Experts
-from oneshot.families.further import APART, PREFIX
+from oneshot.architecture.carried import Carried, carried_layers
+from oneshot.architecture.description import Description
+from oneshot.architecture.experts import Experts
+from oneshot.architecture.further import APART, PREFIX
+from oneshot.architecture.stack import Stack
+from oneshot.architecture.sublayers import FeedForward, Norm, Sublayer
 from oneshot.families.mixtures import QWEN2_MOE, named_layers, resize, with_stated_layers
-from oneshot.families.stack import Stack
-from oneshot.families.sublayers import FeedForward, Norm, Sublayer
 
 CHUNK = 64  # tokens that the scan of transformers takes together
 GATED_ATTENTION = Carried("gated attention", "self_attn.o_proj", attends=True)

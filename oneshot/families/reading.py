@@ -2,10 +2,10 @@
 
 from typing import Any
 
+from oneshot.architecture.description import Description, stated_class
 from oneshot.errors import CheckpointError
 from oneshot.families.bert import BERT
 from oneshot.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
-from oneshot.families.description import Description, stated_class
 from oneshot.families.distilbert import DISTILBERT
 from oneshot.families.falcon import FALCON
 from oneshot.families.falcon_h1 import FALCON_H1

@@ -3,10 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
+from oneshot.architecture.description import Description
+from oneshot.architecture.resizing import FIXED_HEADS_ALONE, set_ffn_width
 from oneshot.errors import CheckpointError
 from oneshot.families.bert import SIZES, STACK, check
-from oneshot.families.description import Description
-from oneshot.families.resizing import FIXED_HEADS_ALONE, set_ffn_width
 
 KINDS = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForQuestionAnswering", "ForTokenClassification")
 

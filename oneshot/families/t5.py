@@ -7,12 +7,12 @@ config has one hidden size, one FFN width, one number of heads and one head size
 from dataclasses import replace
 from typing import Any
 
+from oneshot.architecture.description import Description, Sizes
+from oneshot.architecture.resizing import scaled_epsilon
+from oneshot.architecture.shapes import ModelShape
+from oneshot.architecture.stack import Stack
+from oneshot.architecture.sublayers import Attention, FeedForward, Norm, Sublayer
 from oneshot.errors import CheckpointError
-from oneshot.families.description import Description, Sizes
-from oneshot.families.resizing import scaled_epsilon
-from oneshot.families.shapes import ModelShape
-from oneshot.families.stack import Stack
-from oneshot.families.sublayers import Attention, FeedForward, Norm, Sublayer
 
 SELF = "layer.0.SelfAttention"
 CROSS = "layer.1.EncDecAttention"

@@ -8,8 +8,9 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from oneshot.families.classes import UNSUPPORTED
-from oneshot.families.description import Description, Feature
+from oneshot.architecture.classes import UNSUPPORTED
+from oneshot.architecture.description import Description, Feature
+from oneshot.architecture.resizing import FIXED_HEADS_ALONE
 from oneshot.families.gemma3 import GEMMA3
 from oneshot.families.gemma4 import GEMMA4
 from oneshot.families.lfm2 import LFM2
@@ -17,7 +18,6 @@ from oneshot.families.llama import LLAMA
 from oneshot.families.llamas import GLM4, MISTRAL, QWEN2, QWEN3
 from oneshot.families.other_mixtures import MISTRAL4
 from oneshot.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
-from oneshot.families.resizing import FIXED_HEADS_ALONE
 
 # what the text models of wrappers are called if that is not the name of their family
 OTHER_NAMES = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3", "glm4v_text": "glm4"}

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import torch
 
+from oneshot.architecture import ModelShape
 from oneshot.checkpoint import Checkpoint, Model, complete_text_config
 from oneshot.config import Config, SaveDtype, TextOptions
 from oneshot.export.outside import token_table, unchanged_parts
-from oneshot.families import ModelShape
 from oneshot.machine import Machine
 from oneshot.machine.memory import device_capacity, pinned_bytes
 from oneshot.method import Method

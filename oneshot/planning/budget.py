@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from oneshot.architecture import ModelShape, StackShape
 from oneshot.errors import PlanError
-from oneshot.families import ModelShape, StackShape
 
 MAX_ROUND_TO = 64
 MISSED_SHARE = 0.05  # of what was to be removed, from which on a plan that misses its target is told

@@ -6,8 +6,8 @@ from functools import partial
 
 import torch
 
+from oneshot.architecture import RANKED_KINDS, ModelShape
 from oneshot.errors import CheckpointError
-from oneshot.families import RANKED_KINDS, ModelShape
 from oneshot.method import Allocation
 from oneshot.planning.curves import Profile
 from oneshot.planning.grid import Grid

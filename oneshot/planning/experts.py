@@ -1,8 +1,8 @@
 """The number of experts that the layers of a mixture keep."""
 
+from oneshot.architecture import ExpertSizes
 from oneshot.config import Target
 from oneshot.errors import ConfigError, PlanError
-from oneshot.families import ExpertSizes
 from oneshot.method import Method
 from oneshot.planning.budget import Budget
 from oneshot.planning.damages import Damages

@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from oneshot.architecture import Description, LayerShape, ModelShape, StackShape
 from oneshot.config import Target
 from oneshot.errors import PlanError, together
-from oneshot.families import Description, LayerShape, ModelShape, StackShape
 from oneshot.method import AUTO, Allocation, Method
 from oneshot.planning.kept import NOTHING, Kept
 from oneshot.planning.plan import Plan

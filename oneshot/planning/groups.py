@@ -3,8 +3,8 @@
 from dataclasses import dataclass, replace
 from math import gcd
 
+from oneshot.architecture import RANKED_KINDS, ModelShape
 from oneshot.config import Target
-from oneshot.families import RANKED_KINDS, ModelShape
 from oneshot.method import Method
 from oneshot.planning.budget import width_step
 from oneshot.planning.grid import Grid

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from oneshot.families import ModelShape
+from oneshot.architecture import ModelShape
 from oneshot.planning.plan import Plan
 
 Sizes = dict[str, Any]  # fields of `LayerPlan`

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Literal
 
+from oneshot.architecture import Description, Experts, ModelShape
 from oneshot.errors import ConfigError
-from oneshot.families import Description, Experts, ModelShape
 from oneshot.planning.plan import Plan
 
 Part = tuple[int, Literal["attention", "ffn"]]  # a layer, and what of it

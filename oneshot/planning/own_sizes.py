@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from oneshot.architecture import RANKED_KINDS, LayerShape, ModelShape, RankedKind, TableShape
 from oneshot.errors import PlanError
-from oneshot.families import RANKED_KINDS, LayerShape, ModelShape, RankedKind, TableShape
 from oneshot.linalg.allocation import least_damage
 from oneshot.planning.budget import Budget, OutOfReachError, default_round_to
 from oneshot.planning.damages import Damages, predicted_damage

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from oneshot.families import RANKED_KINDS, ModelShape, RankedKind, TableShape
+from oneshot.architecture import RANKED_KINDS, ModelShape, RankedKind, TableShape
 from oneshot.method import Method
 
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Literal
 
+from oneshot.architecture import LayerShape, ModelShape
 from oneshot.errors import PlanError
-from oneshot.families import LayerShape, ModelShape
 from oneshot.serving import Serving
 
 Half = Literal["attention", "ffn"]

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, get_args
 
+from oneshot.architecture import RANKED_KINDS, ModelShape, RankedKind, StackShape
 from oneshot.config import Target
 from oneshot.errors import ConfigError, PlanError
-from oneshot.families import RANKED_KINDS, ModelShape, RankedKind, StackShape
 from oneshot.method import Method
 from oneshot.planning.budget import Budget, OutOfReachError, default_round_to
 from oneshot.planning.curves import Profile

@@ -2,9 +2,9 @@
 
 from typing import TYPE_CHECKING
 
+from oneshot.architecture import Feature
 from oneshot.config import Target
 from oneshot.errors import ConfigError, OneshotError, PlanError
-from oneshot.families import Feature
 from oneshot.method import Method
 from oneshot.selection import SharedSelector, find_selector, needs_of
 

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from oneshot.families import TableShape
+from oneshot.architecture import TableShape
 from oneshot.linalg.allocation import least_damage
 
 NUM_RANGES = 8  # each stores its own map

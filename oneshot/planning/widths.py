@@ -4,8 +4,8 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 
+from oneshot.architecture import RankedKind
 from oneshot.errors import PlanError
-from oneshot.families import RankedKind
 from oneshot.planning.budget import Budget, OutOfReachError, width_step
 from oneshot.planning.damages import Damages, predicted_damage
 from oneshot.planning.grid import Grid

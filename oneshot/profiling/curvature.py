@@ -12,13 +12,13 @@ from pathlib import Path
 
 import torch
 
+from oneshot.architecture import Description, ModelShape, Stack, part_of_output
 from oneshot.checkpoint import Model
 from oneshot.compression.branch_norm import BranchNorm, at_scaled
 from oneshot.compression.curvature import Curvature, shrunk
 from oneshot.compression.mixture_norms import MixtureNorms
 from oneshot.compression.overflow import SumsOverflowError, naming_the_layer
 from oneshot.compression.statistics import GramAccumulator
-from oneshot.families import Description, ModelShape, Stack, part_of_output
 from oneshot.machine import Machine, repeatable_attention
 from oneshot.machine.prefetch import prefetch
 from oneshot.machine.transfer import Uploader, pinned, uploaded

@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from oneshot.architecture import TableShape
 from oneshot.checkpoint import Model
 from oneshot.compression.embedding import expanded, range_errors, reduce_embedding
 from oneshot.compression.statistics import GramAccumulator
-from oneshot.families import TableShape
 from oneshot.linalg.sums import as_float32
 from oneshot.machine.transfer import Uploader
 from oneshot.planning import smaller_tables

@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
+from oneshot.architecture import ExpertSizes
 from oneshot.compression.expert_scores import ExpertSums, removed_experts
-from oneshot.families import ExpertSizes
 from oneshot.planning import expert_counts
 from oneshot.profiling.probes import PROBE_SHARE
 

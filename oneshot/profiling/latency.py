@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from oneshot.architecture import CarriedSizes, LayerShape, ModelShape, StackShape
 from oneshot.checkpoint import Model
 from oneshot.errors import PlanError
-from oneshot.families import CarriedSizes, LayerShape, ModelShape, StackShape
 from oneshot.machine import Machine
 from oneshot.machine.transfer import uploaded
 from oneshot.stream import LayerBuilder

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+from oneshot.architecture import RANKED_KINDS, ModelShape
 from oneshot.compression.correction import Factors
-from oneshot.families import RANKED_KINDS, ModelShape
 from oneshot.linalg.interpolative import ordered_factor, trailing_norms
 from oneshot.selection import Evidence
 

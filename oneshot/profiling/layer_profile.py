@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from oneshot.architecture import RANKED_KINDS, ModelShape, RankedKind, Sublayer
 from oneshot.checkpoint import Model
 from oneshot.compression.branch_norm import BranchNorm
 from oneshot.compression.correction import Factors, correct
@@ -21,7 +22,6 @@ from oneshot.compression.inner_heads import (
 )
 from oneshot.compression.ranks import Ranked, with_ranks
 from oneshot.compression.statistics import Statistics
-from oneshot.families import RANKED_KINDS, ModelShape, RankedKind, Sublayer
 from oneshot.linalg.interpolative import nested_errors, ordered_factor, trailing_norms
 from oneshot.linalg.pivoted_qr import weighted_pivots
 from oneshot.machine import Machine

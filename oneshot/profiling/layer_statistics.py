@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn import functional
 
+from oneshot.architecture import RankedKind
 from oneshot.checkpoint import Model
 from oneshot.compression.branch_norm import BranchNorm
 from oneshot.compression.curvature import LayerCurvature
@@ -20,7 +21,6 @@ from oneshot.compression.statistics import (
     Statistics,
     with_constant_column,
 )
-from oneshot.families import RankedKind
 from oneshot.machine import Machine, Workers
 from oneshot.profiling.expert_profile import MixtureSums, experts_task
 from oneshot.stream import Layer

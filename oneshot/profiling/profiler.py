@@ -10,13 +10,13 @@ from dataclasses import fields
 
 import torch
 
+from oneshot.architecture import Stack
 from oneshot.checkpoint import Model
 from oneshot.compression.branch_norm import BranchNorm
 from oneshot.compression.curvature import Curvature, LayerCurvature
 from oneshot.compression.expert_statistics import ExpertStatistics
 from oneshot.compression.overflow import naming_the_layer
 from oneshot.compression.statistics import Statistics
-from oneshot.families import Stack
 from oneshot.machine import Machine
 from oneshot.machine.memory import release_heap
 from oneshot.machine.transfer import Uploader

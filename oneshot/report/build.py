@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from oneshot.architecture import ModelShape, StackShape
 from oneshot.config import Config
-from oneshot.families import ModelShape, StackShape
 from oneshot.machine.memory import peak_bytes, peak_device_bytes
 from oneshot.method import Method
 from oneshot.planning import Plan

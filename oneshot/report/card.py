@@ -6,9 +6,9 @@ from typing import Any
 
 from huggingface_hub import ModelCardData
 
+from oneshot.architecture import stated_class
 from oneshot.config import own_name
 from oneshot.errors import printable
-from oneshot.families import stated_class
 from oneshot.json_text import json_text
 from oneshot.report.layer_table import layer_table
 from oneshot.report.records import Report

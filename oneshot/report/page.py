@@ -7,7 +7,7 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined, Template
 
-from oneshot.families import RANKED_KINDS
+from oneshot.architecture import RANKED_KINDS
 from oneshot.report.layer_table import layer_table
 from oneshot.report.plots import curve_plot, errors_plot, sizes_plot
 from oneshot.report.records import LayerReport, Report

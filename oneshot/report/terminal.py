@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from oneshot.architecture import RANKED_KINDS
 from oneshot.errors import printable
-from oneshot.families import RANKED_KINDS
 from oneshot.planning import Profile
 from oneshot.report.layer_table import layer_table
 from oneshot.report.records import Footprint, Report, SublayerReport, grouped_experts

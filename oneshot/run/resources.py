@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from oneshot_kernels.backend import ENVIRONMENT_VARIABLE
 
+from oneshot.architecture import StackShape, predicts_tokens, stated_class
 from oneshot.checkpoint import (
     Checkpoint,
     FurtherLayers,
@@ -30,7 +31,6 @@ from oneshot.config import Config, Target
 from oneshot.errors import ConfigError, PlanError
 from oneshot.export import Form, coordinates, expected_bytes, form_of, part_dtype
 from oneshot.export.served import FORMS_OPENED, reason_against_form, reason_against_ranks
-from oneshot.families import StackShape, predicts_tokens, stated_class
 from oneshot.footprint import (
     Bounds,
     Work,

@@ -15,9 +15,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from oneshot.architecture import Stack, fuse
 from oneshot.checkpoint import Model, complete_text_config, make_buffers, resized_config, sample_model
 from oneshot.errors import CheckpointError
-from oneshot.families import Stack, fuse, is_text, with_text
+from oneshot.families import is_text, with_text
 from oneshot.machine import Machine
 from oneshot.machine.transfer import uploaded
 from oneshot.stream.layer import Layer

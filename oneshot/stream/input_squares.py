@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from oneshot.families import Experts, Stack
+from oneshot.architecture import Experts, Stack
 from oneshot.stream.routing import Routing
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from oneshot.families import Attention, Carried, Experts, FeedForward, Stack, Sublayer, split
-from oneshot.families.token_inputs import TokenInputs as Inputs
+from oneshot.architecture import Attention, Carried, Experts, FeedForward, Stack, Sublayer, split
+from oneshot.architecture.token_inputs import TokenInputs as Inputs
 from oneshot.stream.input_squares import InputSquares
 from oneshot.stream.memory import Memory
 from oneshot.stream.routing import Routing, route, written_by, written_part

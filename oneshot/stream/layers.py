@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from oneshot.architecture import Attention, ModelShape, Stack, fuse
 from oneshot.checkpoint import Model, copy_modules, resized_config
 from oneshot.errors import CalibrationError
-from oneshot.families import Attention, ModelShape, Stack, fuse
 from oneshot.machine import Machine
 from oneshot.machine.transfer import uploaded
 from oneshot.stream.layer import Layer, with_parts

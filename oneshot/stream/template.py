@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from oneshot.architecture import Carried, Stack
 from oneshot.checkpoint import Model, make_buffers, sample_model
-from oneshot.families import Carried, Stack, with_text
+from oneshot.families import with_text
 from oneshot.machine import Machine
 from oneshot.stream.attention import attend_by_sequence, holds_scores
 from oneshot.stream.layer import SHARED

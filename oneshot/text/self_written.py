@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from oneshot.architecture import ModelShape
 from oneshot.errors import CalibrationError, cause
-from oneshot.families import ModelShape
 from oneshot.text.chats import added_start
 from oneshot.text.growing_cache import growing_in_place
 from oneshot.text.packing import Text, cut_windows

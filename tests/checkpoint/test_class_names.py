@@ -11,10 +11,10 @@ from families.cases import CASES
 from safetensors.torch import load_file, save_file
 from transformers.core_model_loading import revert_weight_conversion
 
+from oneshot.architecture import predicts_tokens
 from oneshot.checkpoint import Checkpoint
 from oneshot.checkpoint.model import identify
 from oneshot.errors import CheckpointError
-from oneshot.families import predicts_tokens
 from oneshot.pipeline import compress
 
 # prefix in the file of the class -> in other files that transformers opens; of every kind of family

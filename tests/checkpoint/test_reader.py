@@ -15,9 +15,9 @@ from families.cases import CASES
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from oneshot.architecture import from_files
 from oneshot.checkpoint import Checkpoint, open_model
 from oneshot.errors import CheckpointError
-from oneshot.families import from_files
 
 
 def all_tensors(folder: Path) -> dict[str, torch.Tensor]:

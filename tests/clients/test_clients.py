@@ -10,7 +10,7 @@ from engines import BY_LAYER, NEW_TOKENS, SIZES, Answer, Expected, half_chunk_pe
 from factories import MakeCheckpoint, MakeConfig, build_model, silence
 from opened import BY_LAYER_CASES, EQUAL_LAYERS
 
-from oneshot.families import RANKED_KINDS
+from oneshot.architecture import RANKED_KINDS
 from oneshot.pipeline import compress
 
 CHUNKS = 8

@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 from torch.nn import functional
 
 from oneshot import OneshotError
+from oneshot.architecture import TableShape
 from oneshot.compression.embedding import expanded, range_errors, reduce_embedding
 from oneshot.evaluation import load_model
 from oneshot.export.modeling_oneshot import OneshotEmbedding, OneshotTiedHead
-from oneshot.families import TableShape
 from oneshot.linalg.low_rank import ROOT_DAMPING
 from oneshot.pipeline import compress, profile
 from oneshot.planning.vocabulary import NUM_RANGES, smaller_tables, table_options, vocabulary_ranges

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
+from oneshot.architecture import Experts
 from oneshot.checkpoint import Model, open_model
 from oneshot.compression.expert_removal import add_effects_
 from oneshot.compression.expert_scores import ExpertSelector, ExpertSums, Routed, outputs_of
@@ -20,7 +21,6 @@ from oneshot.compression.expert_statistics import ExpertAccumulator, ExpertStati
 from oneshot.compression.experts import ExpertFactors, MeasuredExperts, fold_experts, solve_experts
 from oneshot.compression.tasks import ExpertsTask
 from oneshot.errors import CheckpointError, OneshotError
-from oneshot.families import Experts
 from oneshot.pipeline import compress, predict
 from oneshot.planning import dense_plan
 from oneshot.recipes import find_recipe

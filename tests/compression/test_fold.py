@@ -10,10 +10,11 @@ import torch
 from factories import MakeConfig, build_model
 from strategies import TOLERANCES
 
+from oneshot.architecture import Description, ModelShape
 from oneshot.checkpoint import Checkpoint, open_model
 from oneshot.compression.correction import Factors
 from oneshot.compression.fold import augmented_weight, cut_heads, fold_sublayer, head_columns, row_energy, to_rms_norms
-from oneshot.families import FAMILIES, LLAMA, Description, ModelShape
+from oneshot.families import FAMILIES, LLAMA
 from oneshot.pipeline import compress
 
 SaveModel = Callable[..., Path]

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from oneshot import OneshotError
+from oneshot.architecture import ModelShape
+from oneshot.architecture.stated_shapes import per_layer_shape
 from oneshot.checkpoint import Model, open_model
 from oneshot.compression import CompressedLayer, LayerCompressor, StreamSubspaces, find_subspaces
 from oneshot.compression.fold import fold_hidden, to_rms_norms
@@ -19,8 +21,7 @@ from oneshot.config import FormName
 from oneshot.evaluation import load_model
 from oneshot.export import FORMS
 from oneshot.families import FAMILIES as KNOWN_FAMILIES
-from oneshot.families import LLAMA, ModelShape
-from oneshot.families.stated_shapes import per_layer_shape
+from oneshot.families import LLAMA
 from oneshot.linalg.pca import energies_along, principal_directions
 from oneshot.method import TokenWeighting
 from oneshot.pipeline import compress

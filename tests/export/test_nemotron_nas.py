@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oneshot import OneshotError
+from oneshot.architecture.stated_shapes import ffn_width
 from oneshot.config import Config
 from oneshot.evaluation.evaluate import evaluate
 from oneshot.evaluation.models import load_model
 from oneshot.export.nemotron_nas import MODELLING_FILE
-from oneshot.families.stated_shapes import ffn_width
 from oneshot.pipeline import compress
 
 CPU = torch.device("cpu")

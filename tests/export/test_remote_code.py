@@ -12,11 +12,11 @@ import torch
 from factories import MakeCheckpoint, MakeResult, build_model, randomise
 from transformers import AutoModelForCausalLM
 
+from oneshot.architecture import LayerShape, ModelShape, TableShape
 from oneshot.export.encoder import MODELLING_FILE as ENCODER
 from oneshot.export.modeling_oneshot import OneshotConfig, OneshotForCausalLM
 from oneshot.export.nemotron_nas import MODELLING_FILE as NEMOTRON_NAS
 from oneshot.export.per_layer import MODELLING_FILE as PER_LAYER
-from oneshot.families import LayerShape, ModelShape, TableShape
 from oneshot.report.card import CODE_NEEDS
 
 IDS = torch.randint(2, 400, (2, 12), generator=torch.Generator().manual_seed(1))

@@ -13,6 +13,7 @@ from last_states import assert_passes, keep_last_states
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM
 
+from oneshot.architecture import TableShape
 from oneshot.checkpoint import open_model
 from oneshot.compression.embedding import expanded
 from oneshot.evaluation import evaluate
@@ -20,7 +21,6 @@ from oneshot.export import stated_shape
 from oneshot.export.companions import empty_tensors
 from oneshot.export.modeling_oneshot_resized import refuse_engine
 from oneshot.export.resized import ResizedForm
-from oneshot.families import TableShape
 from oneshot.pipeline import compress
 from oneshot.planning import LayerPlan, Plan, vocabulary_ranges
 

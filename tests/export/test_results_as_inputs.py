@@ -13,13 +13,13 @@ from factories import Fails, MakeCheckpoint, MakeConfig, cpu_machine, randomise
 from last_states import assert_passes, keep_last_states
 from safetensors.torch import load_file, save_file
 
+from oneshot.architecture import TableShape
 from oneshot.checkpoint import Checkpoint, Model, identify, open_model
 from oneshot.compression import LayerCompressor
 from oneshot.config import Target
 from oneshot.errors import CheckpointError, PlanError
 from oneshot.evaluation import load_model
 from oneshot.export import form_of, model_classes
-from oneshot.families import TableShape
 from oneshot.job import Job
 from oneshot.pipeline import compress, predict
 from oneshot.planning import HiddenPlan, LayerPlan, Plan, make_plan, vocabulary_ranges

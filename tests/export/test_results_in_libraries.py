@@ -15,12 +15,12 @@ from factories import build_model, randomise
 from families.cases import CASES
 from safetensors.torch import load_file, save_file
 
+from oneshot.architecture import ModelShape, TableShape
 from oneshot.checkpoint import open_model
 from oneshot.evaluation import load_model
 from oneshot.export import form_of
 from oneshot.export.own_classes import OWN_CLASSES
 from oneshot.export.per_layer import per_layer_config
-from oneshot.families import ModelShape, TableShape
 from oneshot.planning import LayerPlan, Plan
 
 IDS = torch.randint(2, 400, (1, 12), generator=torch.Generator().manual_seed(1))

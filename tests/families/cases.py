@@ -12,7 +12,7 @@ from rotary import LLAMA3_ROTARY
 from t5_models import build_t5
 from wrapper_models import GEMMA_EXPERTS, GEMMA_TOKENS, WRAPPERS, build_wrapper
 
-from oneshot.families import Feature
+from oneshot.architecture import Feature
 
 WINDOWS_ABOVE = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}  # in all layers but one
 GEMMA3_KINDS = {

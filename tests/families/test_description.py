@@ -10,10 +10,7 @@ from transformers import AutoConfig
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.pytorch_utils import Conv1D
 
-from oneshot.errors import CheckpointError
-from oneshot.families import (
-    FAMILIES,
-    LLAMA,
+from oneshot.architecture import (
     Attention,
     Description,
     Experts,
@@ -21,10 +18,11 @@ from oneshot.families import (
     ModelShape,
     Stack,
     check_layers,
-    find_family,
     fuse,
     read_shape,
 )
+from oneshot.errors import CheckpointError
+from oneshot.families import FAMILIES, LLAMA, find_family
 
 VARIANTS = variants()
 

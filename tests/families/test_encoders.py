@@ -11,11 +11,12 @@ from factories import MakeConfig, build_model, cpu_machine, topics
 from safetensors.torch import load_file, save_file
 from strategies import TOLERANCES
 
+from oneshot.architecture import read_shape
 from oneshot.checkpoint import Model, open_model
 from oneshot.compression.correction import Factors
 from oneshot.compression.fold import augmented_weight, fold_sublayer
 from oneshot.errors import CalibrationError, CheckpointError
-from oneshot.families import FAMILIES, read_shape
+from oneshot.families import FAMILIES
 from oneshot.pipeline import compress
 from oneshot.stream import LayerBuilder, States
 from oneshot.text import Text, load_examples, load_tokenizer

@@ -13,9 +13,9 @@ from factories import MakeCheckpoint, MakeConfig, calibration_tokens
 from safetensors.torch import load_file, save_file
 from wrapper_models import build_wrapper
 
+from oneshot.architecture.further import stated_of_further, without_further
 from oneshot.checkpoint import Checkpoint, further_layers, identify
 from oneshot.compression import LayerCompressor
-from oneshot.families.further import stated_of_further, without_further
 from oneshot.pipeline import compress
 from oneshot.report.card import CARD_NAME
 

@@ -22,10 +22,11 @@ from safetensors.torch import load_file, save_file
 from wrapper_models import GEMMA_TOKENS
 
 from oneshot import Config, Footprint, MachineOptions
+from oneshot.architecture import ModelShape
 from oneshot.checkpoint import Journal
 from oneshot.cli.compress import main
 from oneshot.errors import ConfigError, MemoryLimitError, OutputError
-from oneshot.families import LLAMA, ModelShape
+from oneshot.families import LLAMA
 from oneshot.footprint.bounds import Bounds, predict_footprint
 from oneshot.footprint.memory import stages
 from oneshot.footprint.terms import Stage, Term

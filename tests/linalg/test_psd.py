@@ -10,6 +10,7 @@ from hostile_grams import HOSTILE, hostile_gram
 from hypothesis import given
 from hypothesis import strategies as st
 
+from oneshot.architecture import TableShape
 from oneshot.compression.correction import correct, correct_heads
 from oneshot.compression.embedding import expanded, range_errors, reduce_embedding
 from oneshot.compression.inner_heads import (
@@ -22,7 +23,7 @@ from oneshot.compression.inner_heads import (
 from oneshot.compression.ranks import Inputs, Ranked
 from oneshot.compression.statistics import Statistics
 from oneshot.errors import CheckpointError
-from oneshot.families import LLAMA, TableShape
+from oneshot.families import LLAMA
 from oneshot.linalg.conjugate_gradients import conjugate_gradients
 from oneshot.linalg.elimination import eliminate
 from oneshot.linalg.interpolative import interpolate, nested_errors, ordered_factor, spanning_columns, trailing_norms

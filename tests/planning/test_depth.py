@@ -17,13 +17,14 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from oneshot import Target
+from oneshot.architecture import ModelShape
 from oneshot.checkpoint import open_model
 from oneshot.cli.compress import main
 from oneshot.errors import ConfigError, PlanError
 from oneshot.evaluation import load_model
 from oneshot.export import form_of
 from oneshot.export.companions import empty_tensors
-from oneshot.families import LLAMA, ModelShape
+from oneshot.families import LLAMA
 from oneshot.pipeline import compress, predict
 from oneshot.planning import (
     LEFT_OUT,

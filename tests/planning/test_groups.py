@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import nn
 
+from oneshot.architecture import ModelShape
 from oneshot.config import Target
 from oneshot.export.modeling_oneshot import OneshotConfig, OneshotForCausalLM
 from oneshot.export.per_layer import PerLayerForm, per_layer_config
-from oneshot.families import LLAMA, ModelShape
+from oneshot.families import LLAMA
 from oneshot.planning import Damages, Plan, make_plan, quantiser_groups
 from oneshot.planning.groups import GROUPS
 from oneshot.recipes import find_recipe

@@ -15,10 +15,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
+from oneshot.architecture import ModelShape
 from oneshot.errors import ConfigError, OneshotError
 from oneshot.evaluation import load_model
 from oneshot.export.per_layer import PerLayerForm
-from oneshot.families import LLAMA, ModelShape
+from oneshot.families import LLAMA
 from oneshot.method import DAMPING
 from oneshot.pipeline import compress, predict, profile
 from oneshot.planning import Budget, Damages, LayerPlan, Plan

@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from oneshot.architecture import RANKED_KINDS, ModelShape, RankedKind
+from oneshot.architecture.stated_shapes import per_layer_shape
 from oneshot.compression.ranks import Inputs, Ranked
 from oneshot.errors import OneshotError
 from oneshot.evaluation import load_model
 from oneshot.export.per_layer import PerLayerForm
-from oneshot.families import LLAMA, RANKED_KINDS, ModelShape, RankedKind
-from oneshot.families.stated_shapes import per_layer_shape
+from oneshot.families import LLAMA
 from oneshot.linalg.low_rank import ROOT_DAMPING
 from oneshot.pipeline import compress, predict, profile
 from oneshot.planning import Budget, Damages, LayerPlan, Plan

@@ -7,12 +7,13 @@ import pytest
 import torch
 from torch import nn
 
+from oneshot.architecture import ExpertSizes, ModelShape
 from oneshot.config import Config, Target
 from oneshot.errors import ConfigError, OneshotError
 from oneshot.export.modeling_oneshot import OneshotConfig, OneshotForCausalLM
 from oneshot.export.per_layer import PerLayerForm, per_layer_config
 from oneshot.export.stock import StockForm
-from oneshot.families import LLAMA, ExpertSizes, ModelShape
+from oneshot.families import LLAMA
 from oneshot.planning import Damages, Grid, Plan, make_plan, quantiser_groups, with_steps
 from oneshot.planning.experts import expert_counts
 from oneshot.planning.serving import MisfitError

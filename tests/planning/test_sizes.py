@@ -15,10 +15,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from oneshot import Config
+from oneshot.architecture import ModelShape, StackShape, read_shape
 from oneshot.checkpoint import open_model
 from oneshot.errors import ConfigError, PlanError
 from oneshot.export import coordinates
-from oneshot.families import LLAMA, ModelShape, StackShape, find_family, read_shape
+from oneshot.families import LLAMA, find_family
 from oneshot.parsing import parse_count, parse_size
 from oneshot.pipeline import compress, predict
 from oneshot.planning import Budget, Damages, Grid, LayerPlan, Plan, default_round_to, missed_target

@@ -15,12 +15,13 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
+from oneshot.architecture import ModelShape
 from oneshot.checkpoint import open_model
 from oneshot.errors import ConfigError, PlanError
 from oneshot.evaluation import load_model
 from oneshot.export.modeling_oneshot import OneshotConfig, OneshotDecoderLayer
 from oneshot.export.per_layer import PerLayerForm
-from oneshot.families import LLAMA, ModelShape
+from oneshot.families import LLAMA
 from oneshot.pipeline import compress, predict, profile
 from oneshot.planning import Budget, Damages, LayerPlan, Plan, dense_plan
 from oneshot.planning.widths import meet_budget

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
+from oneshot.architecture import ExpertSizes
 from oneshot.checkpoint import open_model
 from oneshot.compression.expert_scores import ExpertSums, removed_experts
 from oneshot.export.resized import ResizedForm
-from oneshot.families import ExpertSizes
 from oneshot.pipeline import compress, profile
 from oneshot.planning import Budget, Damages, LayerPlan, Plan, expert_counts, profiled_damages
 from oneshot.planning.damages import CORRECTED_SHARE

@@ -20,12 +20,13 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.nn import functional
 
+from oneshot.architecture import ModelShape, TableShape
 from oneshot.checkpoint import open_model
 from oneshot.cli.profile import main
 from oneshot.compression.statistics import GramAccumulator
 from oneshot.errors import ConfigError, OutputError, PlanError, ProfileError
 from oneshot.export.per_layer import PerLayerForm
-from oneshot.families import LLAMA, ModelShape, TableShape
+from oneshot.families import LLAMA
 from oneshot.linalg.interpolative import nested_errors, ordered_factor
 from oneshot.pipeline import compress, compress_sizes, profile
 from oneshot.planning import Budget, Damages, Grid, LayerPlan, Plan, Profile, predicted_damage

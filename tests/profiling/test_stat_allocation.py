@@ -13,8 +13,9 @@ import torch
 from factories import MakeCheckpoint, MakeConfig, calibration_tokens
 from transformers import AutoModelForCausalLM
 
+from oneshot.architecture import ModelShape
 from oneshot.export.per_layer import PerLayerForm
-from oneshot.families import LLAMA, ModelShape
+from oneshot.families import LLAMA
 from oneshot.pipeline import compress, profile
 from oneshot.planning import Profile, ProfileOrigin, profiled_damages
 from oneshot.recipes import RECIPES, find_recipe

@@ -9,8 +9,9 @@ import torch
 from factories import cpu_machine
 from families.cases import CASES, Case
 
+from oneshot.architecture import Experts
 from oneshot.checkpoint import open_model, sample_model
-from oneshot.families import FAMILIES, Experts
+from oneshot.families import FAMILIES
 from oneshot.stream import LayerBuilder, check_family
 from oneshot.stream.memory import memory_of
 from oneshot.text import Text

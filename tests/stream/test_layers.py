@@ -14,11 +14,11 @@ from families.cases import variants
 from strategies import TOLERANCES
 from torch.nn import functional
 
+from oneshot.architecture import Attention, Carried, Experts, FeedForward, Stack, Sublayer
 from oneshot.checkpoint import Model, open_model
 from oneshot.compression.correction import Factors
 from oneshot.compression.fold import fold_sublayer, head_columns
 from oneshot.errors import CalibrationError, DeviceError
-from oneshot.families import Attention, Carried, Experts, FeedForward, Stack, Sublayer
 from oneshot.machine import Store, Workers, resolve_device
 from oneshot.machine.prefetch import prefetch
 from oneshot.stream import ActivationStore, Layer, LayerBuilder, OutputHead, States, Step

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from oneshot.architecture.mixer import WithoutLinears
 from oneshot.errors import CheckpointError
-from oneshot.families.mixer import WithoutLinears
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from oneshot.families.shapes import ModelShape
+from oneshot.architecture.shapes import ModelShape
 
 NO_FFN_BIASES = (
     "--set correction=bias needs biases in the FFN, which a {} config cannot state; choose another correction."

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import ClassVar
 
-from oneshot.families.layer_shape import RankedKind
+from oneshot.architecture.layer_shape import RankedKind
 
 
 class NotAttention:

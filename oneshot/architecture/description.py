@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from oneshot.families.carried import Carried
-from oneshot.families.features import Feature
-from oneshot.families.further import FurtherNames
-from oneshot.families.fused import stored_shapes
-from oneshot.families.shapes import ModelShape
-from oneshot.families.stack import Stack
-from oneshot.families.sublayers import Sublayer
-from oneshot.families.unsupported import reason_against
+from oneshot.architecture.carried import Carried
+from oneshot.architecture.features import Feature
+from oneshot.architecture.further import FurtherNames
+from oneshot.architecture.fused import stored_shapes
+from oneshot.architecture.shapes import ModelShape
+from oneshot.architecture.stack import Stack
+from oneshot.architecture.sublayers import Sublayer
+from oneshot.architecture.unsupported import reason_against
 
 
 @dataclass(frozen=True)

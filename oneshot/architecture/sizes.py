@@ -4,12 +4,12 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from oneshot.architecture.carried import Carried, CarriedSizes
+from oneshot.architecture.description import Description, stated_class
+from oneshot.architecture.expert_sizes import ExpertSizes
+from oneshot.architecture.latent import LatentSizes
+from oneshot.architecture.shapes import ModelShape
 from oneshot.errors import CheckpointError
-from oneshot.families.carried import Carried, CarriedSizes
-from oneshot.families.description import Description, stated_class
-from oneshot.families.expert_sizes import ExpertSizes
-from oneshot.families.latent import LatentSizes
-from oneshot.families.shapes import ModelShape
 
 LARGEST_SIZE = 2**31 - 1
 DEFAULT_BUCKETS = 32  # of relative positions, transformers' default

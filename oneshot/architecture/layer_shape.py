@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from oneshot.families.expert_sizes import ExpertSizes
-from oneshot.families.latent import LatentSizes
+from oneshot.architecture.expert_sizes import ExpertSizes
+from oneshot.architecture.latent import LatentSizes
 
 # linears that may have low rank: of queries and keys together, of attention's output, gate and up of an FFN
 RankedKind = Literal["query_key", "output", "gate", "up"]

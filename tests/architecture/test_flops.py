@@ -5,7 +5,8 @@ import torch
 from factories import build_model
 from torch.utils.flop_counter import FlopCounterMode
 
-from oneshot.families import find_family, read_shape
+from oneshot.architecture import read_shape
+from oneshot.families import find_family
 
 
 @pytest.mark.parametrize(

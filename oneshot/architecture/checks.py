@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 
+from oneshot.architecture.description import Description
+from oneshot.architecture.shapes import ModelShape
 from oneshot.errors import CheckpointError
-from oneshot.families.description import Description
-from oneshot.families.shapes import ModelShape
 
 
 def check_layers(family: Description, shape: ModelShape, stored: Mapping[str, tuple[int, ...]]) -> None:

@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from oneshot.families.carried import Carried
-from oneshot.families.features import Feature
-from oneshot.families.resizing import NO_FFN_BIASES, NO_HIDDEN_SIZE, ONLY_STOCK
+from oneshot.architecture.carried import Carried
+from oneshot.architecture.features import Feature
+from oneshot.architecture.resizing import NO_FFN_BIASES, NO_HIDDEN_SIZE, ONLY_STOCK
 
 if TYPE_CHECKING:
-    from oneshot.families.description import Description
+    from oneshot.architecture.description import Description
 
 # features of which only families with Llama's layers are known to have them
 UNLIKE_LLAMA: Mapping[Feature, str] = {

@@ -6,11 +6,11 @@ from typing import Literal
 
 import torch
 
-from oneshot.families.carried import Carried
-from oneshot.families.experts import Experts
-from oneshot.families.layer_shape import RankedKind
-from oneshot.families.mixer import NotAttention
-from oneshot.families.shapes import ModelShape
+from oneshot.architecture.carried import Carried
+from oneshot.architecture.experts import Experts
+from oneshot.architecture.layer_shape import RankedKind
+from oneshot.architecture.mixer import NotAttention
+from oneshot.architecture.shapes import ModelShape
 
 SublayerKind = Literal["heads", "cross-heads", "carried", "ffn"]
 
@@ -50,7 +50,7 @@ class Attention:
             of each head by itself with the weights that all share.
         fixed_heads: whether the stock class has heads as wide as its hidden size, so that its layers keep all heads.
         sinks: a number for every head that joins the scores of its tokens; None without them.
-        latent: whether keys and values come from a latent (`families/latent`). Then `q`, `k` and `v` are what reads the
+        latent: whether keys and values come from a latent (`latent`). Then `q`, `k` and `v` are what reads the
             norm's output, and the attention stays as it is.
         one_group: whether all heads share one KV head, which the config does not state as a number.
         memory: whether keys and values read the memory.

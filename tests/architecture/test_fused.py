@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from oneshot.families import FAMILIES, part_of_output, split
+from oneshot.architecture import part_of_output, split
+from oneshot.families import FAMILIES
 
 
 @pytest.mark.parametrize(("name", "heads"), [("phi3", 0), ("gpt_neox", 4)])

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass, fields, replace
 
-from oneshot.families.carried import CarriedSizes
-from oneshot.families.expert_sizes import ExpertSizes
-from oneshot.families.latent import LatentSizes
-from oneshot.families.layer_shape import RANKED_KINDS, LayerShape, TableShape
+from oneshot.architecture.carried import CarriedSizes
+from oneshot.architecture.expert_sizes import ExpertSizes
+from oneshot.architecture.latent import LatentSizes
+from oneshot.architecture.layer_shape import RANKED_KINDS, LayerShape, TableShape
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from oneshot.families.carried import Carried
-from oneshot.families.experts import Experts
-from oneshot.families.sublayers import Attention, FeedForward, Norm, Sublayer, SublayerKind
-from oneshot.families.token_inputs import TokenInputs
+from oneshot.architecture.carried import Carried
+from oneshot.architecture.experts import Experts
+from oneshot.architecture.sublayers import Attention, FeedForward, Norm, Sublayer, SublayerKind
+from oneshot.architecture.token_inputs import TokenInputs
 
 LLAMA_NORM = Norm("model.norm")
 

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
-from oneshot.families.description import Description, Feature, stated_class
+from oneshot.architecture.description import Description, Feature, stated_class
 
 PREDICTS = ("ForCausalLM", "LMHeadModel")  # ends of names of classes that predict the next token
 UNSUPPORTED: dict[Feature, str] = {

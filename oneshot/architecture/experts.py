@@ -6,10 +6,10 @@ from typing import Literal
 
 import torch
 
+from oneshot.architecture.branches import Branches
+from oneshot.architecture.mixer import WithoutLinears
+from oneshot.architecture.shapes import ModelShape
 from oneshot.errors import CheckpointError
-from oneshot.families.branches import Branches
-from oneshot.families.mixer import WithoutLinears
-from oneshot.families.shapes import ModelShape
 from oneshot.tensors import Tensors
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from oneshot.families.stack import Stack
+from oneshot.architecture.stack import Stack
 from oneshot.tensors import Tensors
 
 PARTS = ("weight", "bias")

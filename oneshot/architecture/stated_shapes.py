@@ -3,10 +3,10 @@
 from dataclasses import fields
 from typing import Any
 
-from oneshot.families.expert_sizes import ExpertSizes
-from oneshot.families.latent import LatentSizes
-from oneshot.families.layer_shape import LayerShape, TableShape
-from oneshot.families.shapes import StackShape
+from oneshot.architecture.expert_sizes import ExpertSizes
+from oneshot.architecture.latent import LatentSizes
+from oneshot.architecture.layer_shape import LayerShape, TableShape
+from oneshot.architecture.shapes import StackShape
 
 # the per-layer form has no encoder–decoders and no norms of these kinds
 NOT_IN_LAYERS = ("cross_attention", "num_buckets", "norms_all_heads", "norms_per_sublayer", "shared_norm")
