@@ -11,19 +11,17 @@ VARIANTS = [(gated, tied) for gated in (False, True) for tied in (False, True)]
 ENCODER_LAYERS, DECODER_LAYERS = 3, 2  # transformers 5.23 caches as many decoder layers as the encoder has
 
 
-def build_t5(*, gated: bool, tied: bool, width: int = 64, model_type: str = "t5", seed: int = 0) -> Any:
+def build_t5(*, gated: bool, tied: bool, width: int = 64, model_type: str = "t5", seed: int = 0, **sizes: int) -> Any:
     """Return a random T5 whose parameters all change its output; the head of an untied one is not the embedding."""
     import transformers
 
+    sizes = {"d_model": 32, "d_kv": 8, "num_heads": 4, **sizes}
     config = transformers.AutoConfig.for_model(
         model_type,
         vocab_size=400,
-        d_model=32,
-        d_kv=8,
         d_ff=width,
         num_layers=ENCODER_LAYERS,
         num_decoder_layers=DECODER_LAYERS,
-        num_heads=4,
         relative_attention_num_buckets=8,
         relative_attention_max_distance=20,
         feed_forward_proj="gated-gelu" if gated else "relu",
@@ -31,10 +29,11 @@ def build_t5(*, gated: bool, tied: bool, width: int = 64, model_type: str = "t5"
         pad_token_id=0,
         eos_token_id=1,
         decoder_start_token_id=0,
+        **sizes,
     )
     model: Any = transformers.AutoModelForSeq2SeqLM.from_config(config)
     if not tied:
-        model.lm_head.weight = torch.nn.Parameter(torch.empty(400, 32))
+        model.lm_head.weight = torch.nn.Parameter(torch.empty(400, sizes["d_model"]))
         model.config.tie_word_embeddings = False
     return randomise(model, seed).eval()
 

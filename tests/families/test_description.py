@@ -97,27 +97,6 @@ def check_names(stack: Stack, layer: Any) -> None:
             assert isinstance(layer.get_submodule(stack.stored_linear(linear)), (torch.nn.Linear, Conv1D))
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_resized_config_makes_a_model_of_that_size(variant: str) -> None:
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import AutoModelForCausalLM
-
-    _, config, stored = read(variant)
-    family = find_family(config)
-    shape = read_shape(family, config, stored)
-    sizes = {"intermediate_size": 24}
-    if family.reason_against("heads") is None:
-        sizes |= {"num_attention_heads": shape.num_attention_heads // 2}
-        sizes |= {"num_key_value_heads": max(1, shape.num_key_value_heads // 2)}
-    resized = ModelShape(**vars(shape) | sizes)
-    narrow = family.resize(config, resized)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[narrow["model_type"]].from_dict(narrow))
-    for number, layer in enumerate(model.get_submodule(family.stack.layers)):
-        expected = {name: tuple(tensor.shape) for name, tensor in layer.state_dict().items()}
-        assert of_the_class(family, resized, number) == expected
-
-
 @pytest.mark.parametrize(
     "name",
     [name for name, one in FAMILIES.items() if one.like_llama and one.reason_against("per-layer form") is None],
