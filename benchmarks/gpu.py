@@ -45,7 +45,7 @@ from pathlib import Path
 from gpu_bundle import CODER, GEMMA, SMOLLM2, packages_folder
 from gpu_common import ROOT, Job, scratch_folder
 from gpu_forms import big_forms, compiled_forms, forms, graph_forms
-from gpu_kernels import ceilings, factorisations, kernels, pivots, sanitizer, tests
+from gpu_kernels import pivots, tests
 from gpu_real import flap, healing, make_models, other_model, quality, stock_form, tasks
 from gpu_runs import agree, compressed, ranks
 
@@ -109,10 +109,6 @@ SECTIONS = {
     "compiled forms": Section(compiled_forms, 100),
     "7B per-layer+self": Section(compressed, 100, ("7B", "per-layer+self")),
     "ranks": Section(ranks, 60),
-    "ceilings": Section(ceilings, 45),
-    "kernels": Section(kernels, 60),
-    "factorisations": Section(factorisations, 60),
-    "sanitizer": Section(sanitizer, 40),
 }
 # with tiny models; "ranks" is left out, because tests of the package compare processes
 ONE_OF_A_KIND = {name for name, section in SECTIONS.items() if not section.arguments} - {"ranks"} | {

@@ -8,7 +8,7 @@ from functools import partial
 from harness import ROOT, read_rows
 from plot import LAYERS, PARETO, QUALITY, layers_svg, pareto_svg, quality_svg
 from quality_rows import quality_rows
-from tables.families import exactness_table, families_table, opened_table
+from tables.families import families_table, opened_table
 from tables.first_run import (
     first_run,
     quick_start_answers,
@@ -19,26 +19,16 @@ from tables.first_run import (
 )
 from tables.gpu import gpu_memory_table, gpu_times_table, mixture_estimates_table
 from tables.gpu_measured import (
-    gpu_agree_table,
-    gpu_first_run_table,
-    gpu_pivots_table,
-    gpu_rates_table,
     gpu_runs_table,
-    gpu_sketch_table,
-    gpu_speed_table,
-    mixture_runs_table,
 )
-from tables.gpu_quality import accuracy_table, by_model_table, gpu_quality_table, models_table
+from tables.gpu_quality import accuracy_table, by_model_table
 from tables.heal import heal_table
-from tables.other_tools import broad_tools_table, summary_table
+from tables.other_tools import summary_table
 from tables.own_text import own_text_table
 from tables.paired import paired_parts_table
 from tables.pareto import (
-    equals_table,
-    pareto_fallback_table,
     pareto_frontier_table,
     pareto_rows,
-    pareto_speed_table,
     pareto_table,
 )
 from tables.prose import (
@@ -55,15 +45,9 @@ from tables.prose import (
     speed_by_time,
     stock_of_others,
 )
-from tables.quality import (
-    forms_table,
-    parts_table,
-    quality_table,
-    same_text_table,
-    tokens_table,
-)
+from tables.quality import parts_table, quality_table, tokens_table
 from tables.quantise import quantise_table
-from tables.runs import kills_table, memory_table, overhead_table
+from tables.runs import memory_table, overhead_table
 from tables.serve_speed import serve_speed_table
 from tables.speed import every_speed_table
 from tables.tasks import written_table
@@ -86,46 +70,29 @@ DOCUMENTS = (
 # table: (function, results file)
 TABLES = {
     "summary": (summary_table, "other_tools"),
-    "broad_tools": (broad_tools_table, "other_tools"),
     "quality": (quality_table, "quality"),
-    "forms": (forms_table, "quality"),
-    "same_text": (same_text_table, "quality"),
     "tokens": (tokens_table, "quality"),
-    "parts": (parts_table, "quality"),
     "own_text": (own_text_table, "quality"),
-    "paired_parts": (paired_parts_table, "quality"),
+    "parts": (parts_table, "quality"),
     "written": (written_table, "quality"),
+    "every_speed": (every_speed_table, "speed"),
+    "paired_parts": (paired_parts_table, "quality"),
     "overhead": (overhead_table, "overhead"),
     "memory": (memory_table, "memory"),
-    "kills": (kills_table, "kills"),
     "pareto": (pareto_table, "pareto"),
-    "pareto_speed": (pareto_speed_table, "pareto"),
-    "pareto_fallback": (pareto_fallback_table, "pareto"),
     "pareto_frontier": (pareto_frontier_table, "pareto"),
-    "equals": (equals_table, "pareto"),
     "serve_speed": (serve_speed_table, "serve_speed"),
-    "every_speed": (every_speed_table, "speed"),
-    "gpu_rates": (gpu_rates_table, "gpu"),
     "gpu_runs": (gpu_runs_table, "gpu"),
-    "gpu_first_run": (gpu_first_run_table, "gpu_estimate"),
-    "gpu_sketch": (gpu_sketch_table, "gpu"),
-    "gpu_pivots": (gpu_pivots_table, "gpu"),
-    "gpu_agree": (gpu_agree_table, "gpu"),
-    "gpu_quality": (gpu_quality_table, "gpu"),
     "heal": (heal_table, "gpu"),
-    "exactness": (exactness_table, "exactness"),
-    "models": (models_table, "gpu"),
     "by_model": (by_model_table, "gpu"),
     "accuracy": (accuracy_table, "gpu"),
     "first_run": (first_run, "first_run"),
     "quick_start_end": (quick_start_end, "first_run"),
     "quick_start_answers": (quick_start_answers, "first_run"),
     "quick_start_comparison": (quick_start_comparison, "first_run"),
-    "gpu_speed": (gpu_speed_table, "gpu"),
     "gpu_times": (gpu_times_table, "gpu_estimate"),
     "gpu_memory": (gpu_memory_table, "gpu_estimate"),
     "mixture_estimates": (mixture_estimates_table, "gpu_estimate"),
-    "mixture_runs": (mixture_runs_table, "gpu"),
     "quantise": (quantise_table, "quantise"),
 }
 

@@ -3,13 +3,12 @@
 import sys
 from typing import get_args
 
-from harness import ROOT, latest, read_rows
+from harness import ROOT
 
 from oneshot.architecture import Description, Feature
 from oneshot.export.gguf import ARCHITECTURES
 from oneshot.families import FAMILIES
 from tables.cells import markdown
-from tables.gpu_measured import made_by
 
 sys.path.insert(0, str(ROOT / "tests"))
 sys.path.insert(0, str(ROOT / "tests" / "clients"))
@@ -45,32 +44,10 @@ def families_table() -> str:
     )
 
 
-def exactness_table() -> str:
-    """Return the largest differences between a tiny model of every family here and in the stock class."""
-    rows = sorted(latest(read_rows("exactness"), "model_type"), key=lambda row: row["model_type"])
-    measures = ("removed_nothing", "full_width", "removed")
-    lines = [
-        [f"`{row['model_type']}`", row["class"], *(_difference(row.get(name)) for name in measures)] for row in rows
-    ]
-    head = ["`model_type`", "class", "nothing removed", "stream, full width", "stream, −10%"]
-    versions = " and ".join(sorted({f"transformers {row['versions']['transformers']}" for row in rows}))
-    return markdown(
-        head,
-        lines,
-        f"Tiny random models, stock form, float32 on a CPU; 0 is no difference at all; {versions}; {made_by(rows)}.",
-    )
-
-
 def opened_table() -> str:
     """Return which results other engines open in `tests/clients`."""
     lines = [[engine, form, ", ".join(f"`{name}`" for name in names)] for engine, form, names in opened()]
     return markdown(["opened by", "form", "`model_type` of the input"], lines, "From `tests/clients/opened.py`.")
-
-
-def _difference(value: float | None) -> str:
-    if value is None:
-        return "–"
-    return f"{value:.0e}" if value else "0"
 
 
 def _line(name: str, family: Description) -> list[str]:

@@ -1,43 +1,15 @@
 """Tables of the quality of real models, by model, and of ideas that were tried on a GPU."""
 
 from harness import Row, read_rows
-from judging import CODE, KINDS, task_values
+from judging import CODE, task_values
 from quality_rows import with_seeds
 
-from tables.cells import markdown, score_cell, settings, standard_error
-from tables.gpu_measured import GB, NOT_YET, STAGES, made_by, rows_of
+from tables.cells import markdown, score_cell, standard_error
+from tables.gpu_measured import made_by, rows_of
 
 MODEL_TITLES = {"gemma-3-270m": "Gemma 3 270M", "qwen2.5-coder-0.5b": "Qwen2.5-Coder-0.5B"}  # of names of files
 QUALITY_KEYS = ("model", "recipe", "form", "calibration", "settings", "asked")  # of a line
 RECIPES = {"oneshot": "oneshot", "flap": "FLAP's recipe"}
-
-
-def gpu_quality_table() -> str:
-    """Score of real models that were compressed on the card; several seeds are joined."""
-    rows = _quality_lines()
-    if not rows:
-        return NOT_YET
-    lines = [
-        [
-            row["model"],
-            _form(row),
-            row["calibration"],
-            f"−{row['asked']:.0%}",
-            settings(row) or "–",
-            score_cell(row, 3),
-            f"{row['worst_ratio']:.3f} ({row['worst']})",
-            str(len(row.get("scores", [0]))),
-            *("–" if "at_once" in row else f"{row['seconds'].get(stage, 0.0):.1f}" for stage in STAGES),
-            f"{row['peak_device_bytes'] / GB:.1f} GB",
-        ]
-        for row in rows
-    ]
-    head = ["model", "form", "text", "size", "settings", "score", "worst kind", "seeds", *STAGES, "device peak"]
-    caption = (
-        "The first size of a run pays for what all share; seconds by stage of the first seed, none where runs shared "
-        "the card"
-    )
-    return markdown(head, lines, f"{caption}; {made_by(rows)}.")
 
 
 def _quality_lines() -> list[Row]:
@@ -46,43 +18,6 @@ def _quality_lines() -> list[Row]:
         row | {"model": row["model"].removesuffix("-Instruct"), "settings": row.get("settings") or {}} for row in made
     ]
     return with_seeds(named, *QUALITY_KEYS)
-
-
-def models_table() -> str:
-    """Return the loss on every kind of text, by model, form and size, of results that a card or a CPU made."""
-    others = read_rows("models")
-    made = [row for row in others if row["recipe"] in RECIPES]
-    # without curvature the per-layer form is older
-    own = [row for row in _quality_lines() if row["settings"] or row["form"] == "stock"]
-    rows = own + with_seeds(made, *QUALITY_KEYS)
-    denses = _dense_perplexities()
-    kinds = list(dict.fromkeys(kind for row in rows for kind in row["perplexity"]))
-    titles = {id(row): MODEL_TITLES.get(row["model"], row["model"]) for row in rows}
-    order = list(dict.fromkeys(titles.values()))
-    forms = ["per-layer", "stock"]
-    rows.sort(key=lambda row: (order.index(titles[id(row)]), forms.index(row["form"]), row["asked"]))
-    lines = [
-        [
-            titles[id(row)],
-            _form(row),
-            row["calibration"].removeprefix("general.jsonl") or "–",
-            f"−{row['asked']:.0%}",
-            f"**{score_cell(row, 3)}**",
-            *(_ratio(row, denses[str(row["texts"])], kind) for kind in kinds),
-            f"CPU, {row['max_windows']}" if "max_windows" in row else "GPU, 16",
-        ]
-        for row in rows
-    ]
-    names = {**KINDS, CODE: "Python code"}
-    head = ["model", "form", "text", "stored parameters", "score", *(names[kind] for kind in kinds), "made on, windows"]
-    caption = (
-        "Perplexity ÷ the dense model's; the score is the geometric mean of the first five. Calibrated on "
-        "general.jsonl, with `+self` half of it and half of the model's own text. In bfloat16 on a GPU, in float32 on "
-        "a CPU; the last column ends with the number of windows of each kind of text"
-    )
-    seeds = sorted({str(len(row["scores"])) for row in rows if "scores" in row})
-    caption += f"; ± is the standard deviation over {' or '.join(seeds)} seeds" if seeds else ""
-    return markdown(head, lines, f"{caption}; {made_by(rows)}.")
 
 
 def _form(row: Row) -> str:

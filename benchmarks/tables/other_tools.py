@@ -94,30 +94,6 @@ def other_curves() -> dict[str, dict[float, float]]:
     return dict(sorted(curves.items(), key=lambda item: item[1][SIZES[1]]))
 
 
-def broad_tools_table() -> str:
-    """Every tool calibrated on broad text, with both ratios, calibration and settings."""
-    lines = [
-        [
-            _name(row["tool"], row.get("form")),
-            f"{row['stored_removed']:.1%}",
-            *(f"{row['ratio'][text]:.2f}" for text in ("wikitext2", "other")),
-            f"{geometric_mean(row['ratio'].values()):.2f}",
-            _tokens(row),
-            row["settings"],
-        ]
-        for row in sorted(_broad(), key=lambda row: (row["tool"] != "oneshot", row["tool"], row["stored_removed"]))
-    ]
-    return markdown(
-        ["method", "stored removed", "WikiText-2", "other text", "geometric mean", "calibration", "settings"],
-        lines,
-        "Perplexity ÷ dense in bf16, on the first 16 windows of WikiText-2's test text and of an English text of "
-        "another kind (dense: 19.90 and 40.34). MPIFA and the stock form were read on 32 windows of WikiText-2. "
-        f"Measured on {_dates(_broad())} outside this repository, one run each, on two shared CPU cores; the "
-        "per-layer form on an H100. “Its own code” is the "
-        "authors' code, patched for the CPU and for grouped queries.",
-    )
-
-
 def _broad() -> list[Row]:
     return [row for row in read_rows("other_tools") if row["calibration"] != WIKITEXT2]
 
@@ -133,7 +109,3 @@ def _cells(scores: dict[float, float]) -> list[str]:
 def _tokens(row: Row) -> str:
     tokens = row["calibration_tokens"]
     return row["calibration"] if tokens is None else f"{row['calibration']}, {tokens:,} tokens"
-
-
-def _dates(rows: list[Row]) -> str:
-    return " and ".join(sorted({row["date"] for row in rows}))

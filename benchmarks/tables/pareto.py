@@ -10,7 +10,6 @@ from tables.cells import markdown, origin
 
 KEYS = ("series", "asked", "type")
 MEASURES = {"file size": "file_bytes", "prefill": "prefill_ratio", "decoding": "decode_ratio"}
-EQUAL_TYPES = ("F16", "Q8_0")  # compressed files that are put beside dense ones
 NOTICEABLE = 0.95  # of two files of nearly equal size or speed, the one of less loss is enough; speeds vary so much
 
 
@@ -110,31 +109,6 @@ def pareto_table() -> str:
     )
 
 
-def pareto_speed_table() -> str:
-    """Return the speed of every file as multiples of the dense F16 file's."""
-    rows = pareto_rows()
-    measured = read_rows("pareto_speed")
-    if not measured:
-        return "Not measured yet."
-    newest, dense = measured[-1], [row for row in measured if _key(row) == _key(rows[0])]
-    return _matrix(
-        "{prefill_ratio:.2f} · {decode_ratio:.2f}",
-        f"Speed of prefill ({newest['prefill_tokens']} tokens) · of decoding ({newest['decode_tokens']} tokens) by "
-        f"llama-bench, ÷ the dense F16 file's; medians of {len(dense)} rounds. The dense "
-        f"F16 file has {rows[0].get('prefill', 0):,.0f} and {rows[0].get('decode', 0):,.0f} tokens/s; "
-        f"{origin(measured)}.",
-    )
-
-
-def pareto_fallback_table() -> str:
-    """Return what llama-quantize really stored."""
-    return _matrix(
-        "{fallbacks} of {tensors}, {bits:.1f} bits",
-        "Tensors that llama-quantize stored in another type than asked, because their rows are not a multiple of 256, "
-        "and stored bits per parameter of the whole file.",
-    )
-
-
 def frontier(rows: list[Row], measure: str) -> Iterator[Row]:
     """Yield the files that no other file beats, from the least loss on.
 
@@ -165,36 +139,6 @@ def pareto_frontier_table() -> str:
         "by their form, `gguf` (own FFN widths by layer, whole linears and embedding) or `stock`; each file is one "
         "point of the plot. The score is the perplexity ÷ dense F16's. " + _setting() + ".",
     )
-
-
-def equals_table() -> str:
-    """Return, for compressed files, the dense quantised file of least loss that is as small or as fast."""
-    rows = pareto_rows()
-    dense = [row for row in rows if row["series"] == "dense"]
-    lines = []
-    for row in (row for row in rows if row["series"] == "gguf" and row["type"] in EQUAL_TYPES):
-        cells = []
-        for measure in MEASURES.values():
-            as_good = [other for other in dense if _is_as_good(other, row, measure)]
-            best = min(as_good, key=lambda other: float(other["score"]), default=None)
-            shown = "none" if best is None else f"{best['type']} ({_amount(best, measure)}, {best['score']:.2f})"
-            cells.append(f"{_amount(row, measure)}: {shown}")
-        lines.append([f"{model_name(row)}, {row['type']}", f"{row['score']:.2f}", *cells])
-    return markdown(
-        ["compressed file", "score", *(f"dense file of equal {title} or better" for title in MEASURES)],
-        lines,
-        "Amount of the compressed file: the dense file that is as small or as fast and loses least (amount, score). "
-        "Speeds are ÷ the dense F16 file's, by llama-bench; the score is the perplexity ÷ dense F16's. "
-        + _setting()
-        + ".",
-    )
-
-
-def _is_as_good(row: Row, other: Row, measure: str) -> bool:
-    """Return whether a file is at least as small or as fast as another."""
-    if measure not in row or measure not in other:
-        return False
-    return bool(row[measure] <= other[measure] if measure == "file_bytes" else row[measure] >= other[measure])
 
 
 def _amount(row: Row, measure: str) -> str:

@@ -87,40 +87,6 @@ def parts_table() -> str:
     )
 
 
-def forms_table() -> str:
-    """Return the scores of the default by form and `up_steps`, on broad text and the model's own."""
-    sizes = (0.1, 0.2, 0.3)
-    rows = [row for row in quality_rows() if row["recipe"] == "oneshot" and not varies_a_part(row)]
-    rows = [row for row in rows if row["calibration"].endswith("+self")]
-    cells: dict[tuple[str, str], dict[float, str]] = {}
-    for row in rows:
-        cells.setdefault((row["form"], settings(row) or "–"), {})[row["asked"]] = score_cell(row)
-    return markdown(
-        ["form", "further settings", *(f"{size:.0%} removed" for size in sizes)],
-        [[*key, *(of_key.get(size, "–") for size in sizes)] for key, of_key in sorted(cells.items())],
-        "Perplexity ÷ dense, geometric mean over five kinds of text; `general.jsonl+self`, "
-        f"{rows[0]['calibration_tokens']:,} tokens; {rows[0]['model']}.",
-    )
-
-
-def same_text_table() -> str:
-    """Return the scores of forms, roundings and the recipe `stat` from equally little text, by size."""
-    sizes = (0.1, 0.2, 0.3)
-    rows = [row for row in quality_rows() if row.get("calibration_tokens") == LITTLE_TEXT]
-    rows = [row for row in rows if row["recipe"] in ("oneshot", "stat") and row["calibration"] == "general.jsonl"]
-    found: dict[tuple[str, str, str], dict[float, Row]] = {}
-    for row in rows:
-        if row["asked"] in sizes:
-            found.setdefault((row["recipe"], row["form"], settings(row) or "–"), {})[row["asked"]] = row
-    by_score = sorted(found.items(), key=lambda item: (item[0][0], item[1].get(0.2, {}).get("score", 0.0)))
-    return markdown(
-        ["recipe", "form", "further settings", *(f"{size:.0%} removed" for size in sizes)],
-        [[*key, *(score_cell(of[size], 3) if size in of else "–" for size in sizes)] for key, of in by_score],
-        f"Perplexity ÷ dense, geometric mean over five kinds of text; `general.jsonl`, {LITTLE_TEXT:,} tokens; "
-        f"{rows[0]['model']}; {origin(rows)}.",
-    )
-
-
 def tokens_table() -> str:
     """Return the scores of the default in the stock form by the size of the calibration set."""
     rows = [row for row in quality_rows() if row["recipe"] == "oneshot" and not row["settings"]]

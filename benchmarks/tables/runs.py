@@ -76,16 +76,3 @@ def memory_table() -> str:
         f"Recipe {rows[0]['recipe']}, resident memory of the whole process, libraries included (0.46 GB before the "
         f"first tensor); {origin(rows)}.",
     )
-
-
-def kills_table() -> str:
-    """Return the kills at random moments of small runs, by the kind of run."""
-    rows = latest(read_rows("kills"), "kind")
-    names = ("injected", "outputs", "equal")
-    lines = [[row["kind"], *(str(row[name]) for name in names)] for row in rows]
-    total = [f"**{sum(row[name] for row in rows)}**" for name in names]
-    return markdown(
-        ["run", "kills", "finished outputs", "equal to an undisturbed run"],
-        [*lines, ["**all**", *total]],
-        f"{rows[0]['model']}; {origin(rows)}.",
-    )
