@@ -14,7 +14,18 @@ from oneshot.export.quantisers import refuse_without_quantisers
 from oneshot.export.served import reason_against_result, width_step_in
 from oneshot.export.tensor_types import refuse_impossible
 from oneshot.machine.durable import seal
-from oneshot.planning import LEAST_SHARE, Plan, make_plan, quantiser_groups, with_share, with_steps
+from oneshot.planning import (
+    LEAST_SHARE,
+    MANY_NEURONS,
+    Plan,
+    expected_of_equal_layers,
+    expected_of_own_sizes,
+    make_plan,
+    quantiser_groups,
+    removed_neurons,
+    with_share,
+    with_steps,
+)
 from oneshot.planning.sizes import least_share
 from oneshot.report.card import REPORT_NAME
 from oneshot.report.records import Report
@@ -100,6 +111,7 @@ class Job:
                 "--profile out.",
                 config.profile,
             )
+        self._warn_of_narrow_layers()
         if self.schedule.reads_text:
             run.check_text()
         by_profile = self.schedule.plans_by_profile
@@ -115,6 +127,30 @@ class Job:
             stored = self.footprint.stored_parameters | {"compressed": parameters}
             result_bytes, _ = run.result_bytes(config, parameters, self.plan)
             self.footprint = replace(self.footprint, stored_parameters=stored, result_bytes=result_bytes)
+
+    def _warn_of_narrow_layers(self) -> None:
+        """Warn of equal layers that lose most of their neurons where sizes of their own would lose much less.
+
+        What equal layers lose was measured without experts and with the whole hidden size.
+        """
+        run, shape = self.run, self.run.model.shape
+        if run.grid.layers_differ or shape.experts is not None or self.plan.hidden is not None:
+            return
+        neurons = removed_neurons(self.plan, shape)
+        better = run.better_form if neurons > MANY_NEURONS else None
+        if better is None:
+            return
+        kept = run.grid.stack(self.plan).stored_parameters() / run.dense.stored_parameters()
+        logger.warning(
+            "In the %s form this size takes %.0f %% of all FFN neurons, so expect about %.1f times the original's "
+            "perplexity; --form %s, which also shrinks other linears and the embedding, has lost less than %.1f times "
+            "at this size.",
+            run.form.name,
+            100 * neurons,
+            expected_of_equal_layers(neurons),
+            better.name,
+            expected_of_own_sizes(1 - kept),
+        )
 
     def refuse_unserved(self, plan: Plan) -> None:
         """Raise `PlanError` if the engine that is named does not open the result, or computes another model."""

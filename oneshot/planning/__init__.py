@@ -7,6 +7,12 @@ each, by the `damages` that a profile predicts.
 from oneshot.planning.budget import Budget, default_round_to, missed_target
 from oneshot.planning.curves import Profile, ProfileOrigin
 from oneshot.planning.damages import Damages, predicted_damage, profiled_damages
+from oneshot.planning.expected import (
+    MANY_NEURONS,
+    expected_of_equal_layers,
+    expected_of_own_sizes,
+    removed_neurons,
+)
 from oneshot.planning.experts import expert_counts
 from oneshot.planning.grid import Grid
 from oneshot.planning.groups import quantiser_groups
@@ -22,6 +28,7 @@ from oneshot.planning.vocabulary import smaller_tables, vocabulary_ranges
 __all__ = [
     "LEAST_SHARE",
     "LEFT_OUT",
+    "MANY_NEURONS",
     "Budget",
     "Damages",
     "Grid",
@@ -32,6 +39,8 @@ __all__ = [
     "ProfileOrigin",
     "default_round_to",
     "dense_plan",
+    "expected_of_equal_layers",
+    "expected_of_own_sizes",
     "expert_counts",
     "find_kept",
     "groups_of_positions",
@@ -44,6 +53,7 @@ __all__ = [
     "profiled_damages",
     "quantiser_groups",
     "reason_against_own_sizes",
+    "removed_neurons",
     "removed_unit",
     "smaller_tables",
     "spread_hidden_sizes",

@@ -177,6 +177,13 @@ class Run:
         """Return whether a form that an engine opens holds what is asked for, and is per-layer only if it gains."""
         return self._best_form().name == "per-layer" if form.name == "per-layer" else self._method_in(form) is not None
 
+    @property
+    def better_form(self) -> Form | None:
+        """Return the per-layer form if it gains and opens where the stock form's result is to be served; else None."""
+        best, engine = self._best_form(), self._config.target.serving.engine
+        gains = best.name == "per-layer" and self.form.name == "stock"
+        return best if gains and reason_against_form(engine, best, self.model) is None else None
+
     def _best_form(self) -> Form:
         """Return the per-layer form if the method plans ranks in it, or if no stock config can state what is asked for.
 

@@ -403,7 +403,7 @@ def test_a_dry_run_only_tells_that_the_output_is_in_the_way(
 ) -> None:
     """A finished result, an interrupted run, a folder of anyone, the input itself: the numbers are the same."""
     folder = make_checkpoint()
-    config = make_config(folder)
+    config = make_config(folder, sparsity=0.1)
     free = predict(config)
     assert not caplog.messages
     interrupted = Path(f"{config.output}.incomplete")

@@ -325,7 +325,7 @@ def test_sequences_longer_than_the_models_positions_are_told(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Rotary positions have no end, so nothing fails; the tiny Llama's config states 512. So does a prediction."""
-    config = make_config(make_checkpoint(), num_sequences=1, sequence_length=length)
+    config = make_config(make_checkpoint(), num_sequences=1, sequence_length=length, sparsity=0.1)
     with open_run(config) as run:
         assert run.text.token_ids.shape == (1, length)
     assert (f"--sequence-length {length} is beyond the 512 positions" in caplog.text) is warned
@@ -341,7 +341,8 @@ def test_a_prediction_tells_of_too_few_tokens(
     predict(make_config(make_checkpoint(), num_sequences=3, sequence_length=20, calibration="c4+self"))
     assert "60 calibration tokens are few for an FFN of width 64" in caplog.text
     caplog.clear()
-    predict(make_config(make_checkpoint(), num_sequences=3, sequence_length=20, ffn="magnitude", correction="none"))
+    few = {"num_sequences": 3, "sequence_length": 20, "sparsity": 0.1}
+    predict(make_config(make_checkpoint(), **few, ffn="magnitude", correction="none"))
     assert not caplog.messages, "weights alone choose, so nothing is read"
 
 
