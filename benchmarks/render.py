@@ -8,6 +8,7 @@ from functools import partial
 from harness import ROOT, read_rows
 from plot import LAYERS, PARETO, QUALITY, layers_svg, pareto_svg, quality_svg
 from quality_rows import quality_rows
+from tables.by_size import by_size_table
 from tables.families import families_table, opened_table
 from tables.first_run import (
     first_run,
@@ -85,6 +86,7 @@ TABLES = {
     "gpu_runs": (gpu_runs_table, "gpu"),
     "heal": (heal_table, "gpu"),
     "by_model": (by_model_table, "gpu"),
+    "by_size": (by_size_table, "gpu"),
     "accuracy": (accuracy_table, "gpu"),
     "first_run": (first_run, "first_run"),
     "quick_start_end": (quick_start_end, "first_run"),
