@@ -1,10 +1,7 @@
 """The order of the stages: open, plan, read text, profile, find subspaces, compress layers, export."""
 
-import json
 import logging
-import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,24 +25,20 @@ from oneshot.job import (
     compress_layers,
     decide_sizes,
     expect_parts,
-    expect_stages,
+    plan_jobs,
     tell_of_missed_target,
     write_outside,
     write_result,
 )
-from oneshot.machine.memory import reset_peak
 from oneshot.planning import Profile
 from oneshot.profiling import measure_importance, refuse_existing, save_profile
-from oneshot.report.card import REPORT_NAME
 from oneshot.report.grams import gram_sentences
-from oneshot.report.progress import ProgressBar, Shown, Stopwatch, Tracker, following
+from oneshot.report.progress import ProgressBar, Shown, Tracker
 from oneshot.report.records import Footprint, Report
-from oneshot.run import Run, open_run
+from oneshot.run import Run, footprint_of, open_run, stages_of
 from oneshot.schedule import Schedule, profile_schedule
 
 logger = logging.getLogger(__name__)
-Check = Callable[[Config, Report], Report]  # measures a result beside its original, and adds that to its report
-TOO_CAREFUL = 0.5  # of the allowed loss, below which a size is corrected, too
 
 
 def compress(config: Config, *, show_progress: Shown | Tracker = False) -> Report:
@@ -58,10 +51,10 @@ def compress(config: Config, *, show_progress: Shown | Tracker = False) -> Repor
     """
     if config.target.max_loss is not None:
         raise ConfigError("--max-loss is judged by a check at the end, which this run leaves out; ask for a size.")
-    watch = Stopwatch()
     config = with_kept_dtype(config, open_gguf(config.checkpoint))
-    with _opened(config, [config], show_progress) as run:
-        return _compress_alone(config, run, watch)
+    with open_run(config, [output_folder(config.output)], show_progress) as run:
+        [job] = plan_jobs([config], run)
+        return compress_job(job)
 
 
 def compress_sizes(
@@ -72,112 +65,43 @@ def compress_sizes(
     All targets are planned before the first run, so that one out of reach is refused before any work.
     """
     configs = configs_of(with_kept_dtype(config, open_gguf(config.checkpoint)), sparsities)
-    watch = Stopwatch()
     # the largest target decides whether a model needs further tensors
     largest = max(configs, key=lambda one: one.target.sparsity or 0)
-    with _opened(largest, configs, show_progress) as run:
-        jobs = [Job(one, run) for one in configs]
-        expect_stages(jobs)
+    with open_run(largest, [output_folder(one.output) for one in configs], show_progress) as run:
         reports = []
-        for job in jobs:  # what all share counts for the first
-            reports.append(_compress(job, watch))
-            watch = Stopwatch()
-            reset_peak()
+        for job in plan_jobs(configs, run):  # what all share counts for the first
+            reports.append(compress_job(job))
+            run.begin_next()
         return reports
 
 
-def compress_within(config: Config, check: Check, *, show_progress: Shown | Tracker = False) -> Report:
-    """Compress to the smallest size whose perplexity rises by `config.target.max_loss` at most, and return its report.
-
-    The profile of the run predicts the size. If the check then finds more loss, or less than half of it, the size is
-    planned once more by what was measured, and replaces the first. Otherwise as `compress`.
-    """
-    watch = Stopwatch()
-    config = with_kept_dtype(config, open_gguf(config.checkpoint))
-    with _opened(config, [config], show_progress) as run:
-
-        def checked(config: Config, watch: Stopwatch) -> Report:
-            report = _compress_alone(config, run, watch)
-            return run.machine.workers.share(0, lambda: report if report.check is not None else check(config, report))
-
-        if config.resume:
-            config = _finished_of(config, run)
-        report = checked(config, watch)
-        corrected = _corrected(config, report)
-        if corrected is not None:
-            reset_peak()
-            report = checked(corrected, Stopwatch())
-        lost, allowed = _lost(report), config.target.max_loss
-        if lost is not None and allowed is not None and lost > math.log1p(allowed):
-            logger.warning(
-                "The perplexity rose by %.1f %% where %.1f %% was allowed; ask for a smaller --max-loss.",
-                100 * math.expm1(lost),
-                100 * allowed,
-            )
-        return report
-
-
-@contextmanager
-def _opened(config: Config, configs: Sequence[Config], show_progress: Shown | Tracker) -> Iterator[Run]:
-    """Open the run of a config, which writes the results of `configs`, and show how far it is."""
-    outputs = [output_folder(one.output) for one in configs]
-    with following(show_progress) as tracker, open_run(config, outputs, tracker=tracker) as run:
-        yield run
-
-
-def _compress_alone(config: Config, run: Run, watch: Stopwatch) -> Report:
-    """Compress the only target that a run has now; `watch` as in `_compress`."""
-    job = Job(config, run)
-    expect_stages([job])
-    return _compress(job, watch)
-
-
-def _lost(report: Report) -> float | None:
-    """Return the nats that the check of a result found lost; None if it could not be made."""
-    return None if report.check is None else report.check.lost_nats
-
-
-def _corrected(config: Config, report: Report) -> Config | None:
-    """Return the config of a second plan by what the first one's check has measured; None if there is no need."""
-    assert config.target.max_loss is not None
-    lost, allowed = _lost(report), math.log1p(config.target.max_loss)
-    if lost is None:
-        reason = report.check.skipped if report.check is not None else ""
-        logger.warning("--max-loss could not be judged, so the size is the predicted one. %s", reason)
-        return None
-    predicted = (report.predicted_divergence or {}).get("plan", 0.0)
-    if config.target.loss_scale is not None or predicted <= 0 or TOO_CAREFUL * allowed <= lost <= allowed:
-        return None
-    scale = max(lost, TOO_CAREFUL / 2 * allowed) / predicted
-    logger.warning(
-        "The perplexity rose by %.1f %% where %.1f %% is allowed: the size is planned once more by what was measured.",
-        100 * math.expm1(lost),
-        100 * config.target.max_loss,
-    )
-    return replace(config, target=replace(config.target, loss_scale=scale), overwrite=True)
-
-
-def _finished_of(config: Config, run: Run) -> Config:
-    """Return the config with the scale that this run has measured, if its second result is finished."""
-    scale = _scale_of(config)
-    if scale is None:
-        return config
-    measured = replace(config, target=replace(config.target, loss_scale=scale))
-    job = Job(measured, run)
+def compress_job(job: Job) -> Report:
+    """Make one result of a run, step by step, and return its report."""
+    run = job.run
+    # 1. the memory that the run may take; a model that its description does not fit is refused
     run.use_memory(job.footprint)
     run.check_family()
-    return config if job.finished_report() is None else measured
-
-
-def _scale_of(config: Config) -> float | None:
-    """Return the measured scale of a finished result of the same target, perhaps of other options."""
-    try:
-        target = json.loads((output_folder(config.output) / REPORT_NAME).read_bytes())["config"]["target"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None  # the job says what is wrong with the output
-    scale = target.get("loss_scale") if isinstance(target, dict) else None
-    same = isinstance(scale, float) and target.get("max_loss") == config.target.max_loss
-    return scale if same else None
+    # 2. a result that an earlier run finished is left as it is
+    finished = job.finished_report()
+    if finished is not None:
+        return finished
+    # 3. the journal, which keeps all work from here on
+    with job.journal() as journal:
+        run.watch.lap("prepare")
+        # 4. the sizes, by a profile or the subspaces of a smaller hidden size, and with them the place of every tensor
+        decide_sizes(job, journal)
+        expect_parts(job, journal)
+        # 5. the layers, one at a time: measure, select, correct, fold
+        layers = compress_layers(job, journal)
+        run.watch.lap("layers")
+        # 6. embedding, last norm and head
+        write_outside(job, journal)
+        # 7. the files beside the weights, and the report; then the folder gets its name
+        report = write_result(job, journal, layers) if run.machine.workers.is_main else None
+        journal.commit()
+        report = run.machine.workers.share(0, lambda: report)
+    assert report is not None
+    return report
 
 
 def configs_of(config: Config, sparsities: Sequence[float]) -> list[Config]:
@@ -225,7 +149,7 @@ def predict(config: Config) -> Footprint:
         if job.schedule.reads_text:
             run.warn_of_text()
         if not job.schedule.plans_by_profile:
-            tell_of_missed_target(job, job.plan)
+            tell_of_missed_target(job)
         return with_conversion(job.footprint, gguf)
 
 
@@ -234,9 +158,9 @@ def profile(config: Config, *, show_progress: Shown | Tracker = False) -> Profil
     output = output_folder(config.output)
     refuse_existing(output)
     refuse_unwritable(output)
-    with following(show_progress) as tracker, open_run(config, tracker=tracker) as run:
+    with open_run(config, show_progress=show_progress) as run:
         schedule = profile_schedule(run.grid, run.method)
-        _begin_measuring(config, run, schedule, tracker)
+        _begin_measuring(run, schedule)
         measured = run.make_profile(schedule)
         for sentence in gram_sentences(
             run.machine.workers.gather(run.warnings.notes_of_all + run.warnings.take_notes()), []
@@ -254,10 +178,10 @@ def imatrix(config: Config, *, show_progress: Shown | Tracker = False) -> Path:
     """
     path = output_folder(config.output)
     refuse_file(path, overwrite=config.overwrite)
-    with following(show_progress) as tracker, open_run(config, tracker=tracker) as run:
+    with open_run(config, show_progress=show_progress) as run:
         model = run.model
         names = tensor_names(model)  # which refuses a family without an architecture
-        _begin_measuring(config, run, Schedule(measures_importance=True), tracker)
+        _begin_measuring(run, Schedule(measures_importance=True))
         config_of_model = complete_text_config(model.family, model.checkpoint.config)
         text, layers = run.text, model.shape.num_hidden_layers
         with ProgressBar(run.tracker, num_layers=layers, total=text.num_tokens, stage="importance") as progress:
@@ -270,33 +194,10 @@ def imatrix(config: Config, *, show_progress: Shown | Tracker = False) -> Path:
     return path
 
 
-def _begin_measuring(config: Config, run: Run, schedule: Schedule, tracker: Tracker) -> None:
+def _begin_measuring(run: Run, schedule: Schedule) -> None:
     """Refuse what the dense model cannot be measured with, and say how long its stages will take."""
     run.check_text()
-    footprint = run.footprint(config, schedule, None)
+    footprint = footprint_of(run, run.config, schedule, None)
     run.use_memory(footprint)
-    tracker.expect(list(run.stage_seconds(config, schedule, None, footprint).items()))
+    run.tracker.expect(list(stages_of(run, run.config, schedule, None, footprint).items()))
     run.check_family()
-
-
-def _compress(job: Job, watch: Stopwatch) -> Report:
-    """Compress one target of a run. `watch` has the seconds since the target began."""
-    run = job.run
-    run.use_memory(job.footprint)
-    run.check_family()
-    finished = job.finished_report()
-    if finished is not None:
-        return finished
-    with job.journal() as journal:
-        job.save_shared(journal)
-        watch.lap("prepare")
-        sizes = decide_sizes(job, journal, watch)
-        expect_parts(job, sizes, journal)
-        layers = compress_layers(job, sizes, journal, watch)
-        watch.lap("layers")
-        write_outside(job, sizes, journal, layers)
-        report = write_result(job, sizes, journal, layers, watch) if run.machine.workers.is_main else None
-        journal.commit()
-        report = run.machine.workers.share(0, lambda: report)
-    assert report is not None
-    return report

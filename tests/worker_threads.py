@@ -71,7 +71,7 @@ def run_in_threads(size: int, run: Callable[[], Result]) -> list[Result]:
             raise
 
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(size) as executor:
-        patch.setattr("oneshot.run.resources.join_workers", lambda **_: own.workers)
+        patch.setattr("oneshot.run.run.join_workers", lambda **_: own.workers)
         for member in (*vars(Run).values(), *vars(Job).values()):
             if isinstance(member, cached_property):  # before Python 3.12 it has one lock for all instances
                 patch.setattr(member, "lock", nullcontext(), raising=False)

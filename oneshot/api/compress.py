@@ -13,6 +13,7 @@ from oneshot.api.result import Result
 from oneshot.config import Config, refuse_prompt
 from oneshot.errors import ConfigError
 from oneshot.machine.durable import write_whole
+from oneshot.max_loss import compress_within
 from oneshot.parsing import launched_rank
 from oneshot.planning import Profile
 from oneshot.report.progress import Shown, Tracker
@@ -117,7 +118,7 @@ def compress(
             if several is None and asked.config.target.max_loss is not None:
                 check = partial(check_result, tracker=tracker, question=prompt, words=asked.words)
                 configs = [asked.config]
-                reports = [pipeline.compress_within(asked.config, check, show_progress=tracker)]
+                reports = [compress_within(asked.config, check, show_progress=tracker)]
             elif several is None:
                 configs, reports = [asked.config], [pipeline.compress(asked.config, show_progress=tracker)]
             else:

@@ -187,7 +187,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "oneshot compress") -> i
         config = parse_config(arguments, sparsity=sparsities[0] if sparsities else None)
         begin_work(arguments)
         from oneshot.api.check import CHECK, check_result
-        from oneshot.pipeline import compress, compress_sizes, compress_within, configs_of, predict
+        from oneshot.max_loss import compress_within
+        from oneshot.pipeline import compress, compress_sizes, configs_of, predict
         from oneshot.report.progress import Tracker
         from oneshot.report.terminal import print_footprint, print_footprints
 

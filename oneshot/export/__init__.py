@@ -6,7 +6,6 @@ from oneshot.export.forms import FORMS, Form, form_of, stated_shape
 from oneshot.export.further import FurtherResult, further_result
 from oneshot.export.gguf_result import open_folder, own_gguf
 from oneshot.export.imatrix import tensor_names, write_imatrix
-from oneshot.export.layers import is_same, write_layers
 from oneshot.export.own_classes import coordinates
 from oneshot.export.planned import planned_parts
 from oneshot.export.resized import renamed_ranks
@@ -23,7 +22,6 @@ __all__ = [
     "expected_bytes",
     "form_of",
     "further_result",
-    "is_same",
     "model_classes",
     "notes_on_engines",
     "open_folder",
@@ -38,6 +36,5 @@ __all__ = [
     "with_kept_dtype",
     "write_companions",
     "write_imatrix",
-    "write_layers",
     "write_result_importance",
 ]

@@ -1,23 +1,26 @@
-"""One target of a run: its plan, its stages, and what they take, all known before any work."""
+"""One result of a run: its plan, its stages, and what they take, all known before any work."""
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, cast
 
 from oneshot.checkpoint import Journal, output_folder, refuse_output, refuse_place, remove_leftovers
+from oneshot.compression import StreamSubspaces
 from oneshot.config import Config, FormName, Target, TextOptions
 from oneshot.errors import ConfigError, OutputError, PlanError, cause
+from oneshot.export import FurtherResult
 from oneshot.export.quantisers import refuse_without_quantisers
 from oneshot.export.served import reason_against_result, width_step_in
 from oneshot.export.tensor_types import refuse_impossible
+from oneshot.linalg.psd import GramNote
 from oneshot.machine.durable import seal
 from oneshot.planning import (
     LEAST_SHARE,
     MANY_NEURONS,
-    Plan,
     expected_of_equal_layers,
     expected_of_own_sizes,
     make_plan,
@@ -28,25 +31,28 @@ from oneshot.planning import (
 )
 from oneshot.planning.sizes import least_share
 from oneshot.report.card import REPORT_NAME
-from oneshot.report.records import Report
-from oneshot.run import SAVED_TEXT, SAVED_TIMINGS, Run
-from oneshot.schedule import make_schedule
+from oneshot.report.records import Footprint, Report
+from oneshot.run import SAVED_TEXT, SAVED_TIMINGS, Run, better_form, budget_of, file_bytes, footprint_of, stages_of
+from oneshot.schedule import Schedule, make_schedule
+from oneshot.tensors import Tensors
 
 logger = logging.getLogger(__name__)
-
-
-SHARED_STAGES = ("reading", "writing text", "curvature", "profile", "ranks of the embedding")  # of several targets
+SHARED_STAGES = ("reading", "writing text", "curvature", "profile", "ranks of the embedding")  # of several results
 
 
 class Job:
-    """One target of a run.
+    """One result of a run.
 
     Attributes:
-        plan: the sizes that are planned without a profile. schedule: the stages of the run.
-        budget: the bound of its sizes. footprint: the predicted memory, disk and, in a dry run, time.
+        plan: the sizes; until `decide_sizes` those that are planned without a profile.
+        schedule: the stages. budget: the bound of the sizes.
+        footprint: the predicted memory, disk and, in a dry run, time.
+        divergences: which the profile predicts of each form; None without one. curve: of other sizes.
+        subspaces: the stream's, if the hidden size shrinks. embedding: tensors of a reduced embedding.
+        warnings, gram_notes: remarks of the measurements; notes on Grams are of all processes.
 
     Args:
-        config: with the target's output; the job's own has the settled form.
+        config: with the result's output; the job's own has the settled form.
         target: replaces the config's for the plan; None keeps it.
         dry: whether seconds are predicted, for which the machine is timed.
 
@@ -54,7 +60,15 @@ class Job:
     output is in the way.
     """
 
+    divergences: dict[str, float] | None = None
+    curve: dict[str, float] | None = None
+    subspaces: StreamSubspaces | None = None
+    embedding: Tensors | None = None
+    warnings: tuple[str, ...] = ()
+    gram_notes: Sequence[GramNote] = ()
+
     def __init__(self, config: Config, run: Run, *, target: Target | None = None, dry: bool = False) -> None:
+        # 1. where the result goes
         step = width_step_in(config.target.serving.engine, run.form)
         served = with_steps(config.target, run.model.shape, step)
         config = replace(config, form=cast(FormName, run.form.name), target=served)
@@ -65,47 +79,29 @@ class Job:
             if not dry:
                 raise
             logger.warning("%s", error)  # what a run would take is known all the same
+        # 2. its sizes, without a profile
         wanted = config.target if target is None else with_steps(target, run.model.shape, step)
         if wanted.max_loss is not None:  # the smallest share stands for the one that a profile will find
             wanted = with_share(wanted, LEAST_SHARE)
-        self.budget = run.budget(wanted)
+        self.budget = budget_of(run, wanted)
         self.plan = run.machine.workers.share(0, lambda: make_plan(run.grid, run.method, wanted, budget=self.budget))
-        if run.grid.stack(self.plan) != run.model.shape.stack():
+        removes = run.grid.stack(self.plan) != run.model.shape.stack()
+        if removes:
             run.form.config(run.model, self.plan)  # which refuses sizes that it cannot state
-            self.refuse_unserved(self.plan)
+            self.refuse_unserved()
         run.further.tell(self.plan)
-        tokens, has_profile = config.text.num_tokens, config.profile is not None
-        whole, kept = run.model.shape.stack(), run.grid.stack(self.plan)
+        # 3. its stages
         asks_less = self.budget.target < self.budget.measure(run.grid.dense)
-        self.schedule = make_schedule(
-            run.method,
-            self.plan,
-            run.grid,
-            num_tokens=tokens,
-            has_profile=has_profile,
-            asks_less=asks_less,
-        )
-        if config.quantises:
-            refuse_without_quantisers()
-            refuse_impossible(run.grid.stack(self.plan), config)
-        names_text = config.quantises or config.text.calibration != TextOptions().calibration
-        if run.grid.writes_vocabulary and (self.schedule.fits_text or names_text):  # a GGUF file
-            self.schedule = replace(self.schedule, measures_importance=True, chooses_types=config.quantises)
-        if config.target.max_loss is not None and not self.schedule.plans_by_profile:
-            raise ConfigError(
-                "--max-loss is planned by a profile, and this run makes none; leave --form, --recipe and --set out, or "
-                "ask for a size."
-            )
-        run.fits_text |= self.schedule.fits_text
-        run.plans_by_profile |= has_profile and self.schedule.plans_by_profile
-        if asks_less and kept == whole and not self.schedule.plans_by_profile:
+        self.schedule = self._scheduled(asks_less)
+        by_profile = self.schedule.plans_by_profile
+        if asks_less and not removes and not by_profile:
             share = least_share(run.grid, run.method, wanted, self.budget)
             advice = "set ffn=id" if share is None else f"ask for --sparsity {share} or more"
             raise PlanError(
                 "The sizes that this model can have are so far apart that the whole model is nearest to the target; "
                 f"{advice}."
             )
-        if has_profile and not self.schedule.plans_by_profile:
+        if config.profile is not None and not by_profile:
             logger.warning(
                 "The profile %s is not used, because this run plans nothing from one; --form per-layer does, or leave "
                 "--profile out.",
@@ -114,10 +110,10 @@ class Job:
         self._warn_of_narrow_layers()
         if self.schedule.reads_text:
             run.check_text()
-        by_profile = self.schedule.plans_by_profile
+        # 4. what they take
         groups = quantiser_groups(run.grid, run.method, self.plan, wanted, by_profile=by_profile)
-        self.footprint = replace(
-            run.footprint(config, self.schedule, self.plan, dry=dry),
+        self.footprint: Footprint = replace(
+            footprint_of(run, config, self.schedule, self.plan, dry=dry),
             form=config.form,
             groups=str(groups),
             served="" if config.target.serve is None else config.target.serving.words,
@@ -125,8 +121,35 @@ class Job:
         if by_profile and self.budget.unit == "parameters":  # not those of equal layers
             parameters = round(self.budget.target)
             stored = self.footprint.stored_parameters | {"compressed": parameters}
-            result_bytes, _ = run.result_bytes(config, parameters, self.plan)
+            result_bytes, _ = file_bytes(run, config, parameters, self.plan)
             self.footprint = replace(self.footprint, stored_parameters=stored, result_bytes=result_bytes)
+
+    def _scheduled(self, asks_less: bool) -> Schedule:
+        """Return the stages, which the run hears of; `asks_less`: whether the budget is below the dense model's."""
+        config, run = self.config, self.run
+        has_profile = config.profile is not None
+        schedule = make_schedule(
+            run.method,
+            self.plan,
+            run.grid,
+            num_tokens=config.text.num_tokens,
+            has_profile=has_profile,
+            asks_less=asks_less,
+        )
+        if config.quantises:
+            refuse_without_quantisers()
+            refuse_impossible(run.grid.stack(self.plan), config)
+        names_text = config.quantises or config.text.calibration != TextOptions().calibration
+        if run.grid.writes_vocabulary and (schedule.fits_text or names_text):  # a GGUF file
+            schedule = replace(schedule, measures_importance=True, chooses_types=config.quantises)
+        if config.target.max_loss is not None and not schedule.plans_by_profile:
+            raise ConfigError(
+                "--max-loss is planned by a profile, and this run makes none; leave --form, --recipe and --set out, or "
+                "ask for a size."
+            )
+        run.fits_text |= schedule.fits_text
+        run.plans_by_profile |= has_profile and schedule.plans_by_profile
+        return schedule
 
     def _warn_of_narrow_layers(self) -> None:
         """Warn of equal layers that lose most of their neurons where sizes of their own would lose much less.
@@ -137,7 +160,7 @@ class Job:
         if run.grid.layers_differ or shape.experts is not None or self.plan.hidden is not None:
             return
         neurons = removed_neurons(self.plan, shape)
-        better = run.better_form if neurons > MANY_NEURONS else None
+        better = better_form(run.config, run.model, run.form) if neurons > MANY_NEURONS else None
         if better is None:
             return
         kept = run.grid.stack(self.plan).stored_parameters() / run.dense.stored_parameters()
@@ -152,12 +175,17 @@ class Job:
             expected_of_own_sizes(1 - kept),
         )
 
-    def refuse_unserved(self, plan: Plan) -> None:
+    def refuse_unserved(self) -> None:
         """Raise `PlanError` if the engine that is named does not open the result, or computes another model."""
         engine, run = self.config.target.serving.engine, self.run
-        reason = None if engine is None else reason_against_result(engine, run.form.config(run.model, plan))
+        reason = None if engine is None else reason_against_result(engine, run.form.config(run.model, self.plan))
         if reason is not None:
             raise PlanError(reason)
+
+    @property
+    def further(self) -> FurtherResult | None:
+        """Return the layers for tokens after the next one, as the result has them."""
+        return self.run.further.result(self.plan)
 
     @cached_property
     def fingerprint(self) -> dict[str, Any]:
@@ -198,43 +226,34 @@ class Job:
         assert checkpoint.log is not None, "the main process of a run has one"
         return seal(dict(sorted(checkpoint.log.hashes.items())))
 
-    def journal(self) -> Journal:
-        """Open the journal, with the text that the model wrote."""
-        config, workers = self.config, self.run.machine.workers
+    @contextmanager
+    def journal(self) -> Iterator[Journal]:
+        """Open the journal, and save what the run has before any layer: text that the model wrote, and latencies."""
+        config, run, workers = self.config, self.run, self.run.machine.workers
         refuse_output(self.output, overwrite=config.overwrite, resume=config.resume and not self.output.exists())
         workers.wait()  # barrier: finish checks before writing
-        return Journal(
+        with Journal(
             self.output,
             fingerprint=self.fingerprint,
             workers=workers,
             overwrite=config.overwrite,
             resume=config.resume,
-            expected_bytes=sum(
-                self.run.result_bytes(config, self.run.grid.stack(self.plan).stored_parameters(), self.plan)
-            ),
-            log=self.run.model.checkpoint.log,
-            background=self.run.machine.device.type == "cuda",
-        )
-
-    def save_shared(self, journal: Journal) -> None:
-        """Save what the run has before any layer: the text that the model wrote, and the latencies of the plan."""
-        if self.run.saved_text is not None:
-            journal.save(SAVED_TEXT, self.run.saved_text)
-        if self.run.timings is not None:
-            journal.save(SAVED_TIMINGS, self.run.timings)
-
-    def passes_layers(self, plan: Plan, journal: Journal) -> bool:
-        """Return whether a layer is not finished, so that the run needs what layers are compressed by."""
-        return journal.num_finished < self.run.model.shape.num_hidden_layers + self.run.further.num_blocks(plan)
-
-    def stage_seconds(self) -> dict[str, float]:
-        """Return the stages of this job in order, and predicted seconds of which only ratios count."""
-        return self.run.stage_seconds(self.config, self.schedule, self.plan, self.footprint)
+            expected_bytes=sum(file_bytes(run, config, run.grid.stack(self.plan).stored_parameters(), self.plan)),
+            log=run.model.checkpoint.log,
+            background=run.machine.device.type == "cuda",
+        ) as journal:
+            if run.saved_text is not None:
+                journal.save(SAVED_TEXT, run.saved_text)
+            if run.timings is not None:
+                journal.save(SAVED_TIMINGS, run.timings)
+            yield journal
 
 
-def expect_stages(jobs: Sequence[Job]) -> None:
-    """Tell the tracker of a run which stages its jobs have; what they share comes once."""
-    of_jobs = [job.stage_seconds() for job in jobs]
+def plan_jobs(configs: Sequence[Config], run: Run) -> list[Job]:
+    """Plan a job for every config, and tell the tracker of the run their stages; what they share comes once."""
+    jobs = [Job(config, run) for config in configs]
+    of_jobs = [stages_of(run, job.config, job.schedule, job.plan, job.footprint) for job in jobs]
     shared = {name: stages[name] for name in SHARED_STAGES for stages in of_jobs if name in stages}
     own = [stage for stages in of_jobs for stage in stages.items() if stage[0] not in shared]
-    jobs[0].run.tracker.expect([*shared.items(), *own])
+    run.tracker.expect([*shared.items(), *own])
+    return jobs

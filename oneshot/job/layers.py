@@ -1,85 +1,162 @@
 """The layers of a job, through the compressor into the journal."""
 
+import time
+from dataclasses import asdict
 from functools import partial
 
 import torch
 
 from oneshot.checkpoint import Journal
 from oneshot.compression import LayerCompressor, expanded, find_shared_heads
-from oneshot.export import write_layers
-from oneshot.job.further import compress_further
+from oneshot.export import FurtherResult, cast
 from oneshot.job.job import Job
-from oneshot.job.sizes import JobSizes
-from oneshot.report.progress import ERROR_EXPLAINED, Stopwatch
+from oneshot.machine.memory import peak_bytes, peak_device_bytes
+from oneshot.machine.prefetch import prefetch
+from oneshot.machine.transfer import pinned
+from oneshot.report.grams import worst
+from oneshot.report.progress import ERROR_EXPLAINED, ProgressBar
 from oneshot.report.records import LayerReport
-from oneshot.stream import States
+from oneshot.stream import States, enter_further
+from oneshot.tensors import Tensors
 
 
-def compress_layers(job: Job, sizes: JobSizes, journal: Journal, watch: Stopwatch) -> list[LayerReport]:
-    """Compress the layers into the journal; layers of an interrupted run are only replayed."""
-    run, schedule, is_passed = job.run, job.schedule, job.passes_layers(sizes.plan, journal)
-    model, machine, seed = run.model, run.machine, job.config.seed
-    curvature = run.curvature if schedule.measures_curvature and is_passed else None
-    if curvature is not None:
-        watch.lap("curvature")
-    if is_passed:
-        if schedule.streams:
-            run.tracker.say(ERROR_EXPLAINED)
-        run.tracker.enter("layers")
-    shared_heads: dict[str, torch.Tensor] = {}
-    if schedule.finds_shared_heads and is_passed:
-        shared_heads = find_shared_heads(model, run.text, sizes.plan, run.method.heads, machine, seed=seed)
-    states = _states(job, sizes) if schedule.streams and is_passed else None
-    compressor = LayerCompressor(
-        model,
-        run.method,
-        sizes.plan,
-        run.grid,
-        machine,
-        subspaces=sizes.subspaces,
-        states=states,
-        shared_heads=shared_heads,
-        curvature=curvature,
-        seed=seed,
-    )
-    reports = write_layers(
-        model,
-        sizes.plan,
-        run.form,
-        compressor,
-        states,
-        journal,
-        machine=machine,
-        save_dtype=job.config.save_dtype,
-        warnings=run.warnings,
-        tracker=run.tracker,
-    )
-    further = run.further.result(sizes.plan)
-    if further is not None and is_passed:
-        compress_further(job, further, states, journal)
+def compress_layers(job: Job, journal: Journal) -> list[LayerReport]:
+    """Compress the layers in order into the journal; return a report of each, also of those already finished.
+
+    Finished layers are only replayed, and not even that if no layer behind them is to be done.
+    """
+    run, model, plan, further = job.run, job.run.model, job.plan, job.further
+    num_layers = model.shape.num_hidden_layers
+    reports = [LayerReport.from_dict(record) for record in journal.records(min(journal.num_finished, num_layers))]
+    if journal.num_finished >= num_layers + (0 if further is None else further.num_blocks):
+        return reports
+    # 1. what all layers are compressed by
+    compressor, states = _compressor(job)
+    # 2. every layer, unless only what follows them is to be done, which needs no states
+    numbers = {layer: number for number, layer in enumerate(plan.kept_layers)}
+    num_tokens, finished = 1 if states is None else states.num_tokens, len(reports)
+    if finished < num_layers or states is not None:
+        bar = ProgressBar(run.tracker, num_layers=num_layers, total=num_tokens, stage="layers", unit="layers")
+        if states is not None:
+            states.advance = bar.advance
+        read = prefetch(lambda layer: pinned(model.read_layer(layer), run.machine.device), num_layers)
+        for layer, tensors in enumerate(read):
+            if layer < finished:
+                stored, scaffold = journal.reread(layer)
+                working = scaffold or (run.form.original(model, numbers[layer], stored) if stored else {})
+                compressor.replay_layer(layer, tensors, working)
+            else:
+                started = time.perf_counter()
+                done = compressor.compress_layer(layer, tensors)
+                named = run.form.layer(model, numbers[layer], done.folded) if layer in numbers else {}
+                saved = cast(job.config.save_dtype, named)
+                report = LayerReport(
+                    layer,
+                    tuple(done.reports),
+                    time.perf_counter() - started,
+                    peak_bytes(),
+                    peak_device_bytes(),
+                    run.warnings.take(),
+                    worst(run.machine.workers.gather(run.warnings.take_notes())),
+                )
+                # a resumed run moves its streams through the stored tensors unless these were folded or cast
+                is_stored = not saved or _is_same(run.form.original(model, numbers[layer], saved), done.working)
+                journal.add(saved, record=asdict(report), scaffold=None if is_stored else done.working)
+                bar.layer_done(report)
+                reports.append(report)
+                del done, named, saved
+            if states is None:
+                bar.advance(1)
+            del tensors  # free before the next layer is waited for
+    # 3. layers for tokens after the next one, which follow them
+    if further is not None:
+        _compress_further(job, further, states, journal)
     if states is not None:
         states.close()
     return reports
 
 
-def _states(job: Job, sizes: JobSizes) -> States:
+def _compressor(job: Job) -> tuple[LayerCompressor, States | None]:
+    """Return the compressor of the model's layers, and the hidden states that it reads; None by weights alone."""
+    run, schedule, seed = job.run, job.schedule, job.config.seed
+    curvature = run.curvature if schedule.measures_curvature else None
+    if curvature is not None:
+        run.watch.lap("curvature")
+    if schedule.streams:
+        run.tracker.say(ERROR_EXPLAINED)
+    run.tracker.enter("layers")
+    shared_heads: dict[str, torch.Tensor] = {}
+    if schedule.finds_shared_heads:
+        shared_heads = find_shared_heads(run.model, run.text, job.plan, run.method.heads, run.machine, seed=seed)
+    states = _states(job) if schedule.streams else None
+    compressor = LayerCompressor(
+        run.model,
+        run.method,
+        job.plan,
+        run.grid,
+        run.machine,
+        subspaces=job.subspaces,
+        states=states,
+        shared_heads=shared_heads,
+        curvature=curvature,
+        seed=seed,
+    )
+    return compressor, states
+
+
+def _states(job: Job) -> States:
     """Return the hidden states of the text, inside the first subspace of a smaller hidden size."""
-    run, subspaces, norm = job.run, sizes.subspaces, None
-    model, machine = run.model, run.machine
-    embedding = sizes.embedding
-    first = None if embedding is None else expanded(embedding, model.shape.hidden_size, machine.device)
-    norms_after = model.family.stack.norms_after
-    if subspaces is not None and norms_after:
-        norm = partial(subspaces.norm, position=0)
+    model, machine, subspaces = job.run.model, job.run.machine, job.subspaces
+    norms_after, hidden_size = model.family.stack.norms_after, model.shape.hidden_size
     states = States(
         model,
         machine,
-        run.text,
+        job.run.text,
         dense_every=job.schedule.dense_every,
-        compressed_embedding=first,
-        compressed_norm=norm,
+        compressed_embedding=None if job.embedding is None else expanded(job.embedding, hidden_size, machine.device),
+        compressed_norm=partial(subspaces.norm, position=0) if subspaces is not None and norms_after else None,
     )
     if subspaces is not None and not norms_after:
         states.defer(lambda x, _: subspaces.inside(x, 0))
         states.settle()
     return states
+
+
+def _compress_further(job: Job, further: FurtherResult, states: States | None, journal: Journal) -> None:
+    """Compress the blocks of layers that predict tokens after the next one, where the sizes of layers are theirs.
+
+    They follow the model's layers in the journal; those of an interrupted run are only replayed. `states`: after the
+    model's last layer; None if the method chooses by weights alone.
+    """
+    run, first = job.run, job.run.model.shape.num_hidden_layers
+    for index, layer in enumerate(further.layers.layers[: further.num_blocks]):
+        if states is not None:
+            states.advance = lambda tokens: None
+            enter_further(states, run.model, layer, index)
+        compressor = LayerCompressor(
+            layer.model,
+            run.method,
+            further.plan_alone,
+            run.form.grid(layer.model),
+            run.machine,
+            states=states,
+            seed=job.config.seed,
+            layers_before=first + index,
+        )
+        tensors = layer.model.read_layer(0)
+        if first + index < journal.num_finished:
+            stored, scaffold = journal.reread(first + index)
+            compressor.replay_layer(0, tensors, scaffold or further.original(index, stored))
+            continue
+        done = compressor.compress_layer(0, tensors)
+        saved = cast(job.config.save_dtype, further.layer(index, done.folded))
+        is_stored = _is_same(further.original(index, saved), done.working)
+        journal.add(saved, scaffold=None if is_stored else done.working)
+
+
+def _is_same(stored: Tensors, working: Tensors) -> bool:
+    """Return whether the streams passed exactly the stored tensors."""
+    return stored.keys() == working.keys() and all(
+        stored[name] is tensor or (stored[name].dtype == tensor.dtype and torch.equal(stored[name], tensor))
+        for name, tensor in working.items()
+    )

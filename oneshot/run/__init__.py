@@ -1,8 +1,22 @@
-"""Resources that several targets share: the machine, the model, the method, the text and the profile."""
+"""What the results of a run share, and what is asked of it: budgets, and what a result will take."""
 
+from oneshot.run.budgets import budget_of
 from oneshot.run.calibration import SAVED_TEXT
-from oneshot.run.latencies import SAVED_TIMINGS
+from oneshot.run.earlier import SAVED_TIMINGS
+from oneshot.run.forms import better_form, grid_of
 from oneshot.run.opening import open_run
-from oneshot.run.resources import Run
+from oneshot.run.prediction import file_bytes, footprint_of, stages_of
+from oneshot.run.run import Run
 
-__all__ = ["SAVED_TEXT", "SAVED_TIMINGS", "Run", "open_run"]
+__all__ = [
+    "SAVED_TEXT",
+    "SAVED_TIMINGS",
+    "Run",
+    "better_form",
+    "budget_of",
+    "file_bytes",
+    "footprint_of",
+    "grid_of",
+    "open_run",
+    "stages_of",
+]

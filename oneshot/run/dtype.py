@@ -1,19 +1,15 @@
 """The dtype of a run: measured once, kept by a run that continues another one, and narrower if memory asks for it."""
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from oneshot.checkpoint import peek_fingerprint
 from oneshot.footprint import Bounds, Work, fits
 from oneshot.machine import DtypeChoice, Machine, choose_dtype
 from oneshot.machine.dtype import COMPUTE_DTYPES
-from oneshot.parsing import full_dtype
-from oneshot.report.card import REPORT_NAME
+from oneshot.run.earlier import earlier_dtype
 
 
 def settled_dtype(name: str, machine: Machine, sizes: tuple[int, int], continued: Sequence[Path]) -> DtypeChoice:
@@ -46,22 +42,3 @@ def fitting_dtype(
     return DtypeChoice(
         torch.bfloat16, "bfloat16, because memory does not hold the run in float32, which is faster here"
     )
-
-
-def earlier_dtype(outputs: Sequence[Path]) -> str | None:
-    """Return the dtype of the first interrupted or finished run of these outputs; None without one."""
-    for output in outputs:
-        for fingerprint in (peek_fingerprint(output), _reported(output)):
-            name = full_dtype(str((fingerprint or {}).get("dtype")))
-            if name in COMPUTE_DTYPES:
-                return name
-    return None
-
-
-def _reported(output: Path) -> dict[str, Any] | None:
-    """Return the fingerprint in the report of a finished run; None without one, and if the report is damaged."""
-    try:
-        found: dict[str, Any] = json.loads((output / REPORT_NAME).read_bytes())["fingerprint"]
-        return found if isinstance(found, dict) else None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None  # whether this matters is said when the report is read as a whole

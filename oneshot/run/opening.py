@@ -13,20 +13,21 @@ from oneshot.errors import CheckpointError, DeviceError, OutputError, cause
 from oneshot.footprint import offload_folder
 from oneshot.machine import exact_products, limited_memory, vendor_solvers
 from oneshot.machine.scratch import scratch_folder
-from oneshot.report.progress import Tracker, WarningLog
-from oneshot.run.resources import Run
+from oneshot.report.progress import Shown, Tracker, WarningLog, following
+from oneshot.run.run import Run
 
 
 @contextmanager
-def open_run(config: Config, outputs: Sequence[Path] = (), *, tracker: Tracker | None = None) -> Iterator[Run]:
+def open_run(config: Config, outputs: Sequence[Path] = (), show_progress: Shown | Tracker = False) -> Iterator[Run]:
     """Open the resources of a run, with a scratch folder in the off-load folder until the end.
 
     Args:
         outputs: the results' folders; text and latencies of an interrupted run of one of them are read again.
-        tracker: who follows its progress.
+        show_progress: whether its progress is shown, or who follows it.
     """
     folder = offload_folder(config.machine)
     with ExitStack() as stack:
+        tracker = stack.enter_context(following(show_progress))
         try:
             scratch = stack.enter_context(scratch_folder(folder))
         except OSError as error:

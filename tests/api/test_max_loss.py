@@ -20,8 +20,9 @@ from oneshot.cli.compress import main
 from oneshot.config import Target
 from oneshot.errors import ConfigError, PlanError
 from oneshot.job import Job
+from oneshot.max_loss import compress_within
 from oneshot.parsing import parse_share
-from oneshot.pipeline import compress, compress_within, predict
+from oneshot.pipeline import compress, predict
 from oneshot.planning.loss import LOST_FOR_PREDICTED, with_share
 from oneshot.report.additions import add_check
 from oneshot.report.card import REPORT_NAME
@@ -111,7 +112,7 @@ def test_it_continues_wherever_it_ended(asked: Config, monkeypatch: pytest.Monke
     whole = replace(asked, output=f"{asked.output}-whole")
     expected = compress_within(whole, measuring(2 * allowed, allowed)[0])
     check, _ = measuring(2 * allowed, allowed)
-    step = oneshot.pipeline._compress
+    step = oneshot.max_loss.compress_job
     calls = []
 
     def ends_in_the_second(*given: Any) -> Report:
@@ -121,7 +122,7 @@ def test_it_continues_wherever_it_ended(asked: Config, monkeypatch: pytest.Monke
         return step(*given)
 
     with monkeypatch.context() as patch:
-        patch.setattr("oneshot.pipeline._compress", ends_in_the_second)
+        patch.setattr("oneshot.max_loss.compress_job", ends_in_the_second)
         with pytest.raises(KeyboardInterrupt):
             compress_within(asked, check)
     again = replace(asked, resume=True)
@@ -202,11 +203,11 @@ def test_a_resumed_run_has_no_others_scale(
         (Path(asked.output) / REPORT_NAME).write_text(json.dumps(told))
     started = []
 
-    def ends(job: Job, _watch: Any) -> Report:
+    def ends(job: Job) -> Report:
         started.append(job.config.target.loss_scale)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("oneshot.pipeline._compress", ends)
+    monkeypatch.setattr("oneshot.max_loss.compress_job", ends)
     with pytest.raises(KeyboardInterrupt):
         compress_within(config, measuring()[0])
     assert started == [stated]

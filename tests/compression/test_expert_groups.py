@@ -19,7 +19,7 @@ from oneshot.machine import Workers
 from oneshot.pipeline import compress, predict
 from oneshot.report.records import Report
 from oneshot.report.terminal import print_footprint, print_report
-from oneshot.run import open_run
+from oneshot.run import footprint_of, open_run
 from oneshot.schedule import profile_schedule
 from oneshot.stream import States
 
@@ -47,7 +47,7 @@ def hold(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
         def predicted(*arguments: Any, **options: Any) -> Footprint:
             return replace(predict_footprint(*arguments, **options), experts_together=together)
 
-        monkeypatch.setattr("oneshot.run.resources.predict_footprint", predicted)
+        monkeypatch.setattr("oneshot.run.prediction.predict_footprint", predicted)
 
     return held
 
@@ -139,7 +139,7 @@ def large(
         limit = options.max_memory_bytes
         return Bounds(GIB // 4, 0, limit or 2**40, limit is not None, 0, 0, 0, False, 2**40)
 
-    monkeypatch.setattr("oneshot.run.resources.current_bounds", bounds)
+    monkeypatch.setattr("oneshot.run.prediction.current_bounds", bounds)
     folder = make_checkpoint(**LARGE)
     return lambda limit: make_config(folder, num_sequences=4, batch_size=4, max_memory_bytes=limit)
 
@@ -170,7 +170,7 @@ def test_a_profile_alone_is_also_planned_in_groups(large: Callable[[int | None],
         config = replace(large(limit), form="per-layer")
         with open_run(config) as run:
             schedule = replace(profile_schedule(run.grid, run.method), profiled_kinds=(kind,), measures_curvature=False)
-            return run.footprint(config, schedule, None)
+            return footprint_of(run, config, schedule, None)
 
     whole, least = of_profile(None), least_of(of_profile)
     assert whole.host_stage == "the profile's error curves"

@@ -29,7 +29,7 @@ from pretend_cuda import Log, pretend
 from torch.utils._python_dispatch import _disable_current_modes
 
 import oneshot.footprint.bounds
-import oneshot.run.resources
+import oneshot.run.run
 import oneshot.text.self_written
 from oneshot import Config, Report
 from oneshot.errors import MemoryLimitError
@@ -62,7 +62,7 @@ SLACK_BYTES = 16 * 2**10  # of the many small tensors, beside which tiny models 
 
 def prepare_package() -> None:
     """Replace what this process cannot do or wait for; the tests of other processes keep the package as it is."""
-    oneshot.run.resources.measure_curvature = on_host
+    oneshot.run.run.measure_curvature = on_host
     torch_panel.take_pivots_ = take_pivots_
     oneshot.footprint.bounds.DEVICE_SLACK_BYTES = SLACK_BYTES
     oneshot.text.self_written.DOCUMENT_TOKENS = 16  # every token is a pass through the model

@@ -14,7 +14,7 @@ from pipeline_on_pretended_cuda import RUNS, table
 from oneshot import profiling
 from oneshot.footprint import bounds, memory
 from oneshot.footprint.seconds import ARRIVAL_LAUNCHES, EXPERT_LAUNCHES
-from oneshot.run import resources
+from oneshot.run import run as shared
 from oneshot.stream import EXPERTS_TOGETHER
 
 pytestmark = pytest.mark.long
@@ -79,7 +79,7 @@ def measured() -> dict[str, dict[str, Any]]:
 
 def test_naming_the_runs_leaves_the_package_as_it_is() -> None:
     """Only the process of the runs replaces parts of it: every worker of the suite imports this file."""
-    assert resources.measure_curvature is profiling.measure_curvature
+    assert shared.measure_curvature is profiling.measure_curvature
     assert bounds.DEVICE_SLACK_BYTES is memory.DEVICE_SLACK_BYTES
 
 

@@ -179,7 +179,7 @@ def test_states_enter_as_in_transformers(
     from transformers import AutoModelForCausalLM
     from transformers.modeling_layers import MtpModel
 
-    import oneshot.job.further as further
+    import oneshot.job.layers as further
 
     folder, _ = further_checkpoint("deepseek_v3", count=2)
     entered: list[torch.Tensor] = []

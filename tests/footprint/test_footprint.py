@@ -246,7 +246,7 @@ def steady(monkeypatch: pytest.MonkeyPatch) -> None:
         limit = options.max_memory_bytes
         return Bounds(GIB // 4, 0, limit or 2**40, limit is not None, 0, 0, 0, False, 2**40)
 
-    monkeypatch.setattr("oneshot.run.resources.current_bounds", bounds)
+    monkeypatch.setattr("oneshot.run.prediction.current_bounds", bounds)
 
 
 @pytest.fixture

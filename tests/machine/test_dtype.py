@@ -118,7 +118,7 @@ def test_memory_that_does_not_hold_float32_takes_bfloat16(
         limit = options.max_memory_bytes
         return Bounds(2**28, 0, limit or 2**40, limit is not None, 0, 0, 0, False, 2**40)
 
-    monkeypatch.setattr("oneshot.run.resources.current_bounds", bounds)
+    monkeypatch.setattr("oneshot.run.prediction.current_bounds", bounds)
     rates |= SINGLE
     options: dict[str, Any] = {"num_sequences": 64, "sequence_length": 256, "batch_size": 64}
     checkpoint = make_checkpoint(hidden=128, width=512, dtype=torch.bfloat16)

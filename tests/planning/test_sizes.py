@@ -220,7 +220,7 @@ def test_other_budgets_than_parameters(
 ) -> None:
     """Check that the asked share of the quantity is gone, to within a step of the FFN width; seconds are invented."""
     monkeypatch.setattr(
-        "oneshot.run.resources.measured_seconds",
+        "oneshot.run.run.measured_seconds",
         lambda *_, **__: lambda stack: sum(1e-3 + 1e-5 * layer.intermediate_size for layer in stack.layers),
     )
     folder = make_checkpoint()
@@ -269,7 +269,7 @@ def test_a_rank_that_takes_more_time_is_not_chosen(
         faster = sum(32 - layer.gate_rank for layer in stack.layers if layer.gate_rank)
         return 1.0 + sum(1e-2 * layer.intermediate_size for layer in stack.layers) + slower - 2e-2 * faster
 
-    monkeypatch.setattr("oneshot.run.resources.measured_seconds", lambda *_, **__: seconds)
+    monkeypatch.setattr("oneshot.run.run.measured_seconds", lambda *_, **__: seconds)
     config = make_config(make_checkpoint(), form="per-layer", budget="latency", round_to=8, sparsity=0.2)
     layers = compress(config).plan["layers"]
     assert any(layer["gate_rank"] for layer in layers)

@@ -141,7 +141,7 @@ def test_groups_of_experts_give_the_same_profile(
         def predicted(*arguments: Any, together: int | None = together, **named: Any) -> Footprint:
             return replace(predict_footprint(*arguments, **named), experts_together=together)
 
-        monkeypatch.setattr("oneshot.run.resources.predict_footprint", predicted)
+        monkeypatch.setattr("oneshot.run.prediction.predict_footprint", predicted)
         output = tmp_path / str(together)
         tied = (
             len(profile(make_config(folder, form="per-layer", output=str(output), **GROUPED[name])).embedding_gram) > 0

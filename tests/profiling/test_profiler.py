@@ -359,7 +359,7 @@ def test_several_targets_share_one_run(
 
         monkeypatch.setattr(module, name, counted)
 
-    shared = ("run.calibration", "load_text"), ("run.resources", "measure_curvature"), ("run.resources", "make_profile")
+    shared = ("run.calibration", "load_text"), ("run.run", "measure_curvature"), ("run.run", "make_profile")
     for place, name in (*shared, ("pipeline", "compress_layers")):
         count(place, name)
     reports = compress_sizes(together, [0.1, 0.2])

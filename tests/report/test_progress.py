@@ -225,7 +225,7 @@ def test_a_run_tells_of_every_stage_that_it_predicted(
         predicted.update(stage_seconds(*arguments))
         return stage_seconds(*arguments)
 
-    monkeypatch.setattr("oneshot.run.resources.stage_seconds", kept)
+    monkeypatch.setattr("oneshot.run.prediction.stage_seconds", kept)
     told: list[Progress] = []
     config = make_config(make_checkpoint(layers=2, tied=True), form="per-layer", num_sequences=4)
     compress(config, show_progress=told.append)

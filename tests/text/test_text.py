@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oneshot.errors import CalibrationError, MemoryLimitError
-from oneshot.pipeline import compress, open_run, predict
+from oneshot.pipeline import compress, predict
+from oneshot.run import open_run
 from oneshot.text import (
     Text,
     iter_documents,

@@ -1,0 +1,100 @@
+"""The smallest size whose loss is allowed: predicted, checked, and if need be planned again by what was measured."""
+
+import json
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+from oneshot.checkpoint import open_gguf, output_folder
+from oneshot.config import Config
+from oneshot.export import with_kept_dtype
+from oneshot.job import Job, plan_jobs
+from oneshot.pipeline import compress_job
+from oneshot.report.card import REPORT_NAME
+from oneshot.report.progress import Shown, Tracker
+from oneshot.report.records import Report
+from oneshot.run import Run, open_run
+
+logger = logging.getLogger(__name__)
+Check = Callable[[Config, Report], Report]  # measures a result beside its original, and adds that to its report
+TOO_CAREFUL = 0.5  # of the allowed loss, below which a size is corrected, too
+
+
+def compress_within(config: Config, check: Check, *, show_progress: Shown | Tracker = False) -> Report:
+    """Compress to the smallest size whose perplexity rises by `config.target.max_loss` at most, and return its report.
+
+    The profile of the run predicts the size. If the check then finds more loss, or less than half of it, the size is
+    planned once more by what was measured, and replaces the first. Otherwise as `pipeline.compress`.
+    """
+    config = with_kept_dtype(config, open_gguf(config.checkpoint))
+    with open_run(config, [output_folder(config.output)], show_progress) as run:
+
+        def checked(config: Config) -> Report:
+            [job] = plan_jobs([config], run)
+            report = compress_job(job)
+            return run.machine.workers.share(0, lambda: report if report.check is not None else check(config, report))
+
+        if config.resume:
+            config = _finished_of(config, run)
+        report = checked(config)
+        corrected = _corrected(config, report)
+        if corrected is not None:
+            run.begin_next()
+            report = checked(corrected)
+        lost, allowed = _lost(report), config.target.max_loss
+        if lost is not None and allowed is not None and lost > math.log1p(allowed):
+            logger.warning(
+                "The perplexity rose by %.1f %% where %.1f %% was allowed; ask for a smaller --max-loss.",
+                100 * math.expm1(lost),
+                100 * allowed,
+            )
+        return report
+
+
+def _lost(report: Report) -> float | None:
+    """Return the nats that the check of a result found lost; None if it could not be made."""
+    return None if report.check is None else report.check.lost_nats
+
+
+def _corrected(config: Config, report: Report) -> Config | None:
+    """Return the config of a second plan by what the first one's check has measured; None if there is no need."""
+    assert config.target.max_loss is not None
+    lost, allowed = _lost(report), math.log1p(config.target.max_loss)
+    if lost is None:
+        reason = report.check.skipped if report.check is not None else ""
+        logger.warning("--max-loss could not be judged, so the size is the predicted one. %s", reason)
+        return None
+    predicted = (report.predicted_divergence or {}).get("plan", 0.0)
+    if config.target.loss_scale is not None or predicted <= 0 or TOO_CAREFUL * allowed <= lost <= allowed:
+        return None
+    scale = max(lost, TOO_CAREFUL / 2 * allowed) / predicted
+    logger.warning(
+        "The perplexity rose by %.1f %% where %.1f %% is allowed: the size is planned once more by what was measured.",
+        100 * math.expm1(lost),
+        100 * config.target.max_loss,
+    )
+    return replace(config, target=replace(config.target, loss_scale=scale), overwrite=True)
+
+
+def _finished_of(config: Config, run: Run) -> Config:
+    """Return the config with the scale that this run has measured, if its second result is finished."""
+    scale = _scale_of(config)
+    if scale is None:
+        return config
+    measured = replace(config, target=replace(config.target, loss_scale=scale))
+    job = Job(measured, run)
+    run.use_memory(job.footprint)
+    run.check_family()
+    return config if job.finished_report() is None else measured
+
+
+def _scale_of(config: Config) -> float | None:
+    """Return the measured scale of a finished result of the same target, perhaps of other options."""
+    try:
+        target = json.loads((output_folder(config.output) / REPORT_NAME).read_bytes())["config"]["target"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # the job says what is wrong with the output
+    scale = target.get("loss_scale") if isinstance(target, dict) else None
+    same = isinstance(scale, float) and target.get("max_loss") == config.target.max_loss
+    return scale if same else None

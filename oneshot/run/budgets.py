@@ -1,0 +1,50 @@
+"""What a target asks for, in its own unit: parameters, bytes, FLOPs or seconds."""
+
+import math
+from pathlib import Path
+
+from oneshot.architecture import StackShape
+from oneshot.config import Target
+from oneshot.errors import PlanError
+from oneshot.export import expected_bytes
+from oneshot.planning import Budget, parameter_budget
+from oneshot.run.run import Run
+
+HEADER_BYTES = 256  # of a tensor, in the header of a weight file
+
+
+def budget_of(run: Run, target: Target) -> Budget:
+    """Return what a target asks for, in its own unit."""
+    checkpoint, dense, save_dtype = run.model.checkpoint, run.dense, run.config.save_dtype
+    if target.size_bytes is not None:
+        return _file_budget(run, target.size_bytes)
+    kept = 1 - (target.sparsity or 0.0)
+    if target.budget == "bytes":
+        each = expected_bytes(save_dtype, checkpoint, 10**9) / 10**9
+        is_gguf = Path(run.config.checkpoint).suffix == ".gguf"  # other types; its weights count as they are saved
+        whole = each * dense.stored_parameters() if is_gguf else checkpoint.tensor_bytes
+        return Budget(kept * whole, lambda stack: each * stack.stored_parameters(), "bytes")
+    if target.budget == "flops":
+        return Budget(kept * dense.flops_per_token(), StackShape.flops_per_token, "FLOPs per token")
+    if target.budget == "latency":
+        reason = run.model.family.reason_against("latency")
+        if reason is not None:
+            raise PlanError(reason)
+        return Budget(kept * run.latency(dense), run.latency, "seconds")
+    return parameter_budget(target, dense)
+
+
+def _file_budget(run: Run, size_bytes: int) -> Budget:
+    """Return a ceiling of the bytes of the weight files, with headers; mixed dtypes count as the narrowest."""
+    checkpoint, dense, save_dtype = run.model.checkpoint, run.dense.stored_parameters(), run.config.save_dtype
+    whole = expected_bytes(save_dtype, checkpoint, dense)
+    narrowest = whole / dense if save_dtype != "keep" else math.floor(whole / dense)
+    whole += expected_bytes(save_dtype, checkpoint, run.further.most_parameters)
+    headers = HEADER_BYTES * 2 * len(checkpoint.shapes)  # a linear of low rank is two tensors
+    if not run.form.is_safetensors:  # one file, with the vocabulary
+        headers += sum(path.stat().st_size for path in checkpoint.folder.glob("tokenizer*"))
+
+    def measure(stack: StackShape) -> float:
+        return headers + whole - narrowest * (dense - stack.stored_parameters())
+
+    return Budget(size_bytes, measure, "bytes", is_ceiling=True)

@@ -1,0 +1,86 @@
+"""What a result of a run will take: its footprint, its stages, and the bytes of its files."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from oneshot.config import Config
+from oneshot.export import expected_bytes, part_dtype
+from oneshot.footprint import (
+    Work,
+    check_stages,
+    current_bounds,
+    describe_work,
+    load_libraries,
+    predict_footprint,
+    stage_seconds,
+)
+from oneshot.machine import Machine
+from oneshot.planning import Plan
+from oneshot.report.records import Footprint
+from oneshot.run.dtype import fitting_dtype
+from oneshot.run.run import Run
+from oneshot.schedule import Schedule
+
+
+def footprint_of(run: Run, config: Config, schedule: Schedule, plan: Plan | None, *, dry: bool = False) -> Footprint:
+    """Return what the run of a plan will take (None: only a profile); raises `MemoryLimitError` before any work.
+
+    The run takes bfloat16 if float32 is only faster, and memory does not hold the run in it. `dry`: also predict
+    seconds, for which the machine is timed.
+    """
+    load_libraries(run.model, run.machine, config.text.calibration)
+    bounds, work_on = current_bounds(config.machine, run.machine.device), _work_on(run, config, schedule, plan)
+    if not run.has_computed:
+        run.take_dtype(fitting_dtype(run.dtype, run.machine, work_on, bounds))
+    result_bytes, beside_bytes = (0, 0)
+    if plan is not None:
+        result_bytes, beside_bytes = file_bytes(run, config, run.grid.stack(plan).stored_parameters(), plan)
+    work = work_on(run.machine)
+    check = check_stages(work, run.gguf, result_bytes) if run.form.opened_by == "transformers" else []
+
+    def predicted(work: Work) -> Footprint:
+        return predict_footprint(
+            work,
+            bounds,
+            config.machine,
+            result_bytes=result_bytes,
+            beside_bytes=beside_bytes,
+            check=check,
+            measure_time=dry,
+            dtype=run.dtype.reason,
+        )
+
+    footprint = predicted(work)
+    if run.model.shape.experts is None:
+        return footprint
+    together = [each for each in run.machine.workers.gather((footprint.experts_together,)) if each is not None]
+    if together and footprint.experts_together != min(together):  # processes sum statistics of the same experts
+        footprint = predicted(work_on(replace(run.machine, experts_together=min(together))))
+    return footprint
+
+
+def stages_of(
+    run: Run, config: Config, schedule: Schedule, plan: Plan | None, footprint: Footprint
+) -> dict[str, float]:
+    """Return the stages of a run in order, and predicted seconds of which only ratios count."""
+    machine = replace(run.machine, experts_together=footprint.experts_together)
+    return stage_seconds(_work_on(run, config, schedule, plan)(machine), footprint.store)
+
+
+def file_bytes(run: Run, config: Config, parameters: int, plan: Plan) -> tuple[int, int]:
+    """Return the bytes of so many weights, and of those beside them that a form with a file of its own needs.
+
+    `plan`: whose layers for tokens after the next one are in the same files.
+    """
+    parameters += run.further.parameters(plan)
+    of_parts, of_result = (
+        expected_bytes(dtype, run.model.checkpoint, parameters)
+        for dtype in (part_dtype(config.save_dtype), config.save_dtype)
+    )
+    rounded = of_result if config.quantises else 0  # a second file, before it replaces the first
+    return of_result, 0 if run.form.is_safetensors else of_parts + rounded
+
+
+def _work_on(run: Run, config: Config, schedule: Schedule, plan: Plan | None) -> Callable[[Machine], Work]:
+    """Return what gives the numbers of the run on a machine."""
+    return lambda machine: describe_work(config, run.model, run.method, run.grid, schedule, plan, machine)
