@@ -1,5 +1,6 @@
 """What a description of a family is made of: tensor names of layers, their sizes, and sizes read from a checkpoint."""
 
+from oneshot.architecture.axes import cut, shapes_of
 from oneshot.architecture.carried import Carried, CarriedSizes
 from oneshot.architecture.checks import check_layers
 from oneshot.architecture.classes import as_stored, predicts_tokens
@@ -43,6 +44,7 @@ __all__ = [
     "TableShape",
     "as_stored",
     "check_layers",
+    "cut",
     "from_files",
     "fuse",
     "part_of_output",
@@ -50,6 +52,7 @@ __all__ = [
     "read_by",
     "read_shape",
     "scaled_epsilon",
+    "shapes_of",
     "split",
     "stated_class",
     "stated_of_further",

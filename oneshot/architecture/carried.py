@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from oneshot.architecture.axes import Axes
 from oneshot.architecture.mixer import WithoutLinears
 from oneshot.errors import CheckpointError
 
@@ -45,6 +46,10 @@ class Carried(WithoutLinears):
     @property
     def kind(self) -> Literal["carried"]:
         return "carried"
+
+    def axes(self, shape: object) -> Axes:
+        """Return none: its tensors are not described one by one."""
+        return {}
 
 
 @dataclass(frozen=True)

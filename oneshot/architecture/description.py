@@ -196,36 +196,7 @@ class Description:
 
     def expected_tensors(self, shape: ModelShape, layer: int = 0) -> dict[str, tuple[int, ...]]:
         """Return the tensors of a layer under our names, without its prefix, and their shapes."""
-        stack, shape = self.stack_of(layer), shape.of(layer)
-        queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-        hidden = shape.hidden_size
-        weights: dict[str, tuple[int, int]] = {}
-        biased: dict[str, bool] = {}
-        for attention in stack.attentions if shape.latent is None else ():
-            weights |= {attention.q: (queries, hidden), attention.out: (hidden, queries)}
-            weights |= dict.fromkeys((attention.k, attention.v), (keys, hidden))
-            biased |= dict.fromkeys((attention.q, attention.k, attention.v), shape.attention_bias)
-            biased |= {attention.out: shape.output_bias}
-        width = shape.layer(layer).intermediate_size
-        expected = stack.feed_forward.tensors(replace(shape, intermediate_size=width))
-        if shape.latent is not None:
-            sizes = hidden, shape.num_attention_heads, shape.head_dim
-            expected |= shape.latent.tensors(stack.attention.module, *sizes, biased=shape.attention_bias)
-        expected |= {f"{name}.weight": size for name, size in weights.items()}
-        expected |= {f"{name}.bias": weights[name][:1] for name, has_bias in biased.items() if has_bias}
-        for sublayer in stack.sublayers:
-            expected |= {part: (hidden,) for norm in sublayer.norms for part in norm.parts}
-        if isinstance(stack.token_mixer, Carried):
-            return expected | shape.carried_tensors(layer)
-        if shape.query_key_norms:
-            widths = (queries, keys) if shape.norms_all_heads else (shape.head_dim, shape.head_dim)
-            norms = stack.attention.q_norm, stack.attention.k_norm
-            expected |= {f"{norm}.weight": (width,) for norm, width in zip(norms, widths, strict=True)}
-        if stack.attention.sinks is not None:
-            expected[stack.attention.sinks] = (shape.num_attention_heads,)
-        if stack.relative_bias is not None and layer == stack.first_layer:
-            expected[stack.relative_bias] = (shape.num_buckets, shape.num_attention_heads)
-        return expected
+        return self.stack_of(layer).tensors(shape.layer(layer)) | shape.carried_tensors(layer)
 
     def stored_tensors(self, shape: ModelShape, layer: int = 0) -> dict[str, tuple[int, ...]]:
         """Return the same as the checkpoint stores them, where some linears are one."""

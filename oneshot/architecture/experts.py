@@ -6,7 +6,9 @@ from typing import Literal
 
 import torch
 
+from oneshot.architecture.axes import Axes
 from oneshot.architecture.branches import Branches
+from oneshot.architecture.layer_shape import LayerShape
 from oneshot.architecture.mixer import WithoutLinears
 from oneshot.architecture.shapes import ModelShape
 from oneshot.errors import CheckpointError
@@ -94,12 +96,6 @@ class Experts(WithoutLinears):
         """Return the modules that the stock class makes from sizes of the experts in the config."""
         return (self.module,) if self.branches is None else (self.module, self.branches.router)
 
-    def by_expert(self) -> tuple[str, ...]:
-        """Return the tensors that have a row, or a matrix, for every expert."""
-        names = f"{self.router}.weight", *self.of_router, self.gate_up, self.down
-        biases = (self.gate_up_bias, self.down_bias) if self.alternating else ()
-        return (*names, *biases)
-
     @property
     def of_router(self) -> tuple[str, ...]:
         """Return the tensors of the router that have a number for every expert."""
@@ -115,31 +111,27 @@ class Experts(WithoutLinears):
         """Return whether an expert has a gate beside its up projection."""
         return True
 
-    def tensors(self, shape: ModelShape) -> dict[str, tuple[int, ...]]:
-        """Return its tensors as the stock class has them, and their shapes."""
-        assert shape.experts is not None
-        hidden, width, sizes = shape.hidden_size, shape.intermediate_size, shape.experts
-        listed: dict[str, tuple[int, ...]] = {
-            f"{self.router}.weight": (sizes.count, hidden),
-            self.gate_up: (sizes.count, 2 * width, hidden),
-            self.down: (sizes.count, hidden, width),
+    def axes(self, shape: ModelShape | LayerShape) -> Axes:
+        """Return the axes of its tensors as the stock class has them."""
+        axes: Axes = {
+            f"{self.router}.weight": ("experts", "stream"),
+            self.gate_up: ("experts", "2 neurons", "stream"),
+            self.down: ("experts", "stream", "neurons"),
         }
-        listed |= dict.fromkeys(self.of_router, (sizes.count,))
+        axes |= dict.fromkeys(self.of_router, ("experts",))
         if self.branches is not None:
-            listed |= dict.fromkeys(self.branches.vectors, (hidden,))
+            axes |= dict.fromkeys(self.branches.vectors, ("stream",))
         if self.alternating:
-            listed |= {self.gate_up_bias: (sizes.count, 2 * width), self.down_bias: (sizes.count, hidden)}
+            axes |= {self.gate_up_bias: ("experts", "2 neurons"), self.down_bias: ("experts", "stream")}
         if self.shared_expert is not None:
-            shared = sizes.shared(width)
-            listed |= {f"{self.shared_expert}.{one}_proj.weight": (shared, hidden) for one in ("gate", "up")}
-            listed[f"{self.shared_expert}.down_proj.weight"] = (hidden, shared)
+            axes |= {f"{self.shared_expert}.{one}_proj.weight": ("shared", "stream") for one in ("gate", "up")}
+            axes[f"{self.shared_expert}.down_proj.weight"] = ("stream", "shared")
         if self.beside is not None:
-            shared = sizes.shared(width)
-            listed[f"{self.beside}.input_linear.weight"] = (2 * shared, hidden)
-            listed[f"{self.beside}.output_linear.weight"] = (hidden, shared)
+            axes[f"{self.beside}.input_linear.weight"] = ("2 shared", "stream")
+            axes[f"{self.beside}.output_linear.weight"] = ("stream", "shared")
         if self.shared_gate is not None:
-            listed[f"{self.shared_gate}.weight"] = (1, hidden)
-        return listed
+            axes[f"{self.shared_gate}.weight"] = ("1", "stream")
+        return axes
 
     def held(self, tensors: Mapping[str, torch.Tensor], shape: ModelShape) -> ModelShape:
         """Return the shape with the sizes that these tensors have."""

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from oneshot.architecture.axes import Axes, linear
+
 
 @dataclass(frozen=True)
 class LatentSizes:
@@ -28,24 +30,19 @@ class LatentSizes:
         """Return the numbers that one token has in the KV cache."""
         return self.rank + self.rotary_size
 
-    def tensors(
-        self, module: str, hidden_size: int, num_heads: int, value_size: int, *, biased: bool
-    ) -> dict[str, tuple[int, ...]]:
-        """Return the tensors of an attention module and their shapes; `biased`: what reads the hidden state."""
-        queries, latent = num_heads * self.key_size, self.rank + self.rotary_size
-        listed: dict[str, tuple[int, ...]] = {
-            "kv_a_proj_with_mqa.weight": (latent, hidden_size),
-            "kv_a_layernorm.weight": (self.rank,),
-            "kv_b_proj.weight": (num_heads * (self.plain_size + value_size), self.rank),
-            "o_proj.weight": (hidden_size, num_heads * value_size),
-        }
-        if self.query_rank:
-            listed["q_a_proj.weight"] = (self.query_rank, hidden_size)
-            listed["q_a_layernorm.weight"] = (self.query_rank,)
-            listed["q_b_proj.weight"] = (queries, self.query_rank)
-        else:
-            listed["q_proj.weight"] = (queries, hidden_size)
-        for linear in ("kv_a_proj_with_mqa", "q_a_proj", "o_proj") if biased else ():
-            if f"{linear}.weight" in listed:
-                listed[f"{linear}.bias"] = listed[f"{linear}.weight"][:1]
-        return {f"{module}.{name}": size for name, size in listed.items()}
+    def axes(self, module: str, *, biased: bool) -> Axes:
+        """Return the axes of an attention module's tensors; `biased`: what reads the hidden state."""
+        axes = linear(f"{module}.kv_a_proj_with_mqa", "cached", "stream", biased=biased)
+        axes |= {f"{module}.kv_a_layernorm.weight": ("latent",)}
+        axes |= linear(f"{module}.kv_b_proj", "heads plain-value", "latent", biased=False)
+        axes |= linear(f"{module}.o_proj", "stream", "heads value", biased=biased)
+        if not self.query_rank:
+            return axes | linear(f"{module}.q_proj", "heads key", "stream", biased=False)
+        axes |= linear(f"{module}.q_a_proj", "query-latent", "stream", biased=biased)
+        axes |= {f"{module}.q_a_layernorm.weight": ("query-latent",)}
+        return axes | linear(f"{module}.q_b_proj", "heads key", "query-latent", biased=False)
+
+    def sizes(self, value_size: int) -> dict[str, int]:
+        """Return the sizes of axes that only such attention has."""
+        plain_value = self.plain_size + value_size
+        return {"cached": self.cached, "latent": self.rank, "query-latent": self.query_rank, "plain-value": plain_value}

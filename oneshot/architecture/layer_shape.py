@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from oneshot.architecture.axes import shapes_of
 from oneshot.architecture.expert_sizes import ExpertSizes
 from oneshot.architecture.latent import LatentSizes
 
@@ -68,6 +69,22 @@ class LayerShape:
     sinks: bool = False
     carried: int = 0
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Return the sizes of the axes of its tensors (`axes`)."""
+        sizes = {
+            "stream": self.hidden_size,
+            "neurons": self.intermediate_size,
+            "heads": self.num_attention_heads,
+            "groups": self.num_key_value_heads,
+            "key": self.query_key_size,
+            "value": self.value_size,
+            "buckets": self.num_buckets,
+        }
+        if self.experts is not None:
+            sizes |= {"experts": self.experts.count, "shared": self.experts.shared(self.intermediate_size)}
+        return sizes if self.latent is None else sizes | self.latent.sizes(self.value_size)
+
     def linear_parameters(self) -> int:
         """Return the stored parameters of the layer's linears, shortcuts included."""
         mlp, experts, sizes = self._ffn_parameters(), self.experts, (self.middle_size, self.intermediate_size)
@@ -83,8 +100,8 @@ class LayerShape:
         if self.carried:
             return self.carried
         if self.latent is not None:
-            sizes = self.hidden_size, self.num_attention_heads, self.value_size
-            return sum(map(math.prod, self.latent.tensors("", *sizes, biased=self.attention_bias).values()))
+            axes = self.latent.axes("", biased=self.attention_bias)
+            return sum(map(math.prod, shapes_of(axes, self.sizes).values()))
         heads, groups = self.num_attention_heads, self.num_key_value_heads
         scores, values = (heads + groups) * self.query_key_size, groups * self.value_size
         attention = _of_rank(scores, self.hidden_size, self.query_key_rank) + values * self.hidden_size

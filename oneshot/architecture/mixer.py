@@ -11,8 +11,6 @@ class NotAttention:
     """A mixer without heads and without another stack's memory."""
 
     memory_readers: ClassVar[tuple[str, ...]] = ()
-    group_readers: ClassVar[tuple[str, ...]] = ()
-    head_tables: ClassVar[tuple[str, ...]] = ()
     own_norms: ClassVar[tuple[str, ...]] = ()
     fixed_heads: ClassVar[bool] = False
 
@@ -21,6 +19,5 @@ class WithoutLinears(NotAttention):
     """A mixer whose linears are not described one by one."""
 
     readers: ClassVar[tuple[str, ...]] = ()  # linears that read the norm's output by themselves
-    column_readers: ClassVar[tuple[str, ...]] = ()
     modules: ClassVar[tuple[str, ...]] = ()
     ranked: ClassVar[Mapping[RankedKind, tuple[str, ...]]] = MappingProxyType({})

@@ -3,8 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from oneshot.architecture.axes import Axes, shapes_of
 from oneshot.architecture.carried import Carried
 from oneshot.architecture.experts import Experts
+from oneshot.architecture.layer_shape import LayerShape
 from oneshot.architecture.sublayers import Attention, FeedForward, Norm, Sublayer, SublayerKind
 from oneshot.architecture.token_inputs import TokenInputs
 
@@ -91,6 +93,13 @@ class Stack:
     def stored_linear(self, linear: str) -> str:
         """Return the linear that the checkpoint stores a linear in."""
         return next((fused for fused, parts in self.fused.items() if linear in parts), linear)
+
+    def tensors(self, layer: LayerShape) -> dict[str, tuple[int, ...]]:
+        """Return the tensors of a layer of these sizes and their shapes, without its prefix and a carried mixer."""
+        axes: Axes = {}
+        for sublayer in reversed(self.sublayers):
+            axes |= sublayer.axes(layer)
+        return shapes_of(axes, layer.sizes)
 
     @property
     def base(self) -> str:

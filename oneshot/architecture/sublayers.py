@@ -6,9 +6,10 @@ from typing import Literal
 
 import torch
 
+from oneshot.architecture.axes import Axes, linear
 from oneshot.architecture.carried import Carried
 from oneshot.architecture.experts import Experts
-from oneshot.architecture.layer_shape import RankedKind
+from oneshot.architecture.layer_shape import LayerShape, RankedKind
 from oneshot.architecture.mixer import NotAttention
 from oneshot.architecture.shapes import ModelShape
 
@@ -87,20 +88,23 @@ class Attention:
         """Return the linears that read the memory."""
         return (self.k, self.v) if self.memory else ()
 
-    @property
-    def column_readers(self) -> tuple[str, ...]:
-        """Return the linears with a row for every column of the writer."""
-        return (self.q,)
-
-    @property
-    def group_readers(self) -> tuple[str, ...]:
-        """Return the linears with the rows of KV groups."""
-        return (self.k, self.v)
-
-    @property
-    def head_tables(self) -> tuple[str, ...]:
-        """Return the tensors with a column for every head."""
-        return () if self.relative_bias is None else (self.relative_bias,)
+    def axes(self, shape: ModelShape | LayerShape) -> Axes:
+        """Return the axes of its tensors."""
+        if shape.latent is not None:
+            return shape.latent.axes(self.module, biased=shape.attention_bias)
+        biased = shape.attention_bias
+        axes = linear(self.q, "heads key", "stream", biased=biased)
+        axes |= linear(self.out, "stream", "heads value", biased=shape.output_bias)
+        axes |= linear(self.k, "groups key", "stream", biased=biased)
+        axes |= linear(self.v, "groups value", "stream", biased=biased)
+        if shape.query_key_norms:
+            norms = ("heads key", "groups key") if self.norms_all_heads else ("key", "key")
+            axes |= {f"{norm}.weight": (own,) for norm, own in zip(self.own_norms, norms, strict=True)}
+        if self.sinks is not None:
+            axes[self.sinks] = ("heads",)
+        if self.relative_bias is not None and shape.num_buckets:
+            axes[self.relative_bias] = ("buckets", "heads")
+        return axes
 
     @property
     def own_norms(self) -> tuple[str, ...]:
@@ -152,11 +156,6 @@ class FeedForward(NotAttention):
         return {} if self.gate is None else {"gate": (self.gate,), "up": (self.up,)}
 
     @property
-    def column_readers(self) -> tuple[str, ...]:
-        """Return the linears with a row for every column of the writer."""
-        return self.readers
-
-    @property
     def modules(self) -> tuple[str | None, ...]:
         """Return the names of its parts, in an order that all families have."""
         return (self.gate, self.up, self.down)
@@ -176,12 +175,12 @@ class FeedForward(NotAttention):
         """Return whether it has a gate beside its up projection."""
         return self.gate is not None
 
-    def tensors(self, shape: ModelShape) -> dict[str, tuple[int, ...]]:
-        """Return its tensors and their shapes."""
-        hidden, width = shape.hidden_size, shape.intermediate_size
-        weights = dict.fromkeys(self.readers, (width, hidden)) | {self.down: (hidden, width)}
-        listed: dict[str, tuple[int, ...]] = {f"{name}.weight": size for name, size in weights.items()}
-        return listed | {f"{name}.bias": size[:1] for name, size in weights.items() if shape.mlp_bias}
+    def axes(self, shape: ModelShape | LayerShape) -> Axes:
+        """Return the axes of its tensors."""
+        axes: Axes = {}
+        for reader in self.readers:
+            axes |= linear(reader, "neurons", "stream", biased=shape.mlp_bias)
+        return axes | linear(self.down, "stream", "neurons", biased=shape.mlp_bias)
 
     def held(self, tensors: Mapping[str, torch.Tensor], shape: ModelShape) -> ModelShape:
         """Return the shape with the sizes that these tensors have."""
@@ -233,6 +232,12 @@ class Sublayer:
     @property
     def kind(self) -> SublayerKind:
         return self.mixer.kind
+
+    def axes(self, layer: LayerShape) -> Axes:
+        """Return the axes of its tensors in a layer of these sizes; none if the layer is without it."""
+        is_there = layer.intermediate_size if self.kind == "ffn" else layer.num_attention_heads
+        norms: Axes = {part: ("stream",) for norm in self.norms for part in norm.parts}
+        return self.mixer.axes(layer) | norms if is_there else {}
 
     @property
     def readers(self) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from oneshot.architecture import Experts
+from oneshot.architecture import Experts, cut
 from oneshot.compression.expert_scores import ExpertSums, GateRule, Routed, outputs_of, removed_experts, route
 from oneshot.compression.tasks import ExpertsTask
 from oneshot.errors import CheckpointError
@@ -117,4 +117,4 @@ def keep_experts(task: ExpertsTask, tensors: Tensors, sums: ExpertSums) -> Tenso
         return torch.tensor([expert for expert in range(count) if expert not in removed])
 
     kept = task.shared(choose)
-    return tensors | {name: tensors[name][kept.to(tensors[name].device)] for name in mixer.by_expert()}
+    return cut(tensors, mixer.axes(task.shape), {"experts": kept})

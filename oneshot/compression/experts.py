@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from oneshot.architecture import cut
 from oneshot.compression.correction import Factors, relative
 from oneshot.compression.expert_correction import correct_experts, solved_together
 from oneshot.compression.expert_measuring import measure_group
@@ -112,17 +113,10 @@ def solve_experts(
 
 def fold_experts(task: ExpertsTask, tensors: Tensors, factors: ExpertFactors) -> Tensors:
     """Return the layer whose experts have the kept neurons and the corrected downs."""
-    mixer = task.mixer
-    gate_up = tensors[mixer.gate_up]
-    count, kept = len(gate_up), factors.kept.to(gate_up.device)
-    both = gate_up.unflatten(1, (2, -1))
-    numbers = torch.arange(count, device=gate_up.device).view(-1, 1, 1)
-    halves = torch.arange(2, device=gate_up.device).view(1, -1, 1)
-    cut = both[numbers, halves, kept.unsqueeze(1)].flatten(1, 2)
-    folded = tensors | {mixer.gate_up: cut, mixer.down: factors.weight.to(tensors[mixer.down].device)}
-    if mixer.alternating:
-        biases = tensors[mixer.gate_up_bias].unflatten(1, (2, -1))
-        folded[mixer.gate_up_bias] = biases.gather(2, kept.unsqueeze(1).expand(-1, 2, -1)).flatten(1)
+    down = task.mixer.down
+    others = {name: tensor for name, tensor in tensors.items() if name != down}
+    folded = tensors | cut(others, task.mixer.axes(task.shape), {"neurons": factors.kept})
+    folded[down] = factors.weight.to(tensors[down].device)
     return folded if factors.shared is None else fold_shared(task, folded, factors.shared)
 
 

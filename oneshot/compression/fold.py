@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from oneshot.architecture import ModelShape, Stack, Sublayer
+from oneshot.architecture import Attention, ModelShape, Stack, Sublayer, cut
 from oneshot.compression.correction import Factors
 from oneshot.machine.transfer import as_like
 from oneshot.tensors import Tensors
@@ -29,24 +29,6 @@ def head_columns(heads: torch.Tensor, head_dim: int) -> torch.Tensor:
     return (heads.unsqueeze(1) * head_dim + torch.arange(head_dim, device=heads.device)).flatten()
 
 
-def rows_of_columns(sublayer: Sublayer, shape: ModelShape, columns: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return for every linear that reads the sublayer's input the rows that make the writer's `columns`.
-
-    Columns of attention are whole heads, ascending; keys and values keep the KV groups of these heads.
-    """
-    mixer = sublayer.mixer
-    rows = dict.fromkeys(mixer.column_readers, columns)
-    if mixer.group_readers:
-        groups = (_heads_of(columns, shape) // shape.heads_per_group).unique()
-        rows |= dict.fromkeys(mixer.group_readers, head_columns(groups, shape.head_dim))
-    return rows
-
-
-def _heads_of(columns: torch.Tensor, shape: ModelShape) -> torch.Tensor:
-    """Return the heads of the columns of whole heads."""
-    return columns[:: shape.head_dim] // shape.head_dim
-
-
 def fold_sublayer(tensors: Tensors, sublayer: Sublayer, shape: ModelShape, factors: Factors) -> Tensors:
     """Return the layer with the kept columns of a sublayer; the correction goes into its writer (STAT section 3.1).
 
@@ -58,36 +40,27 @@ def fold_sublayer(tensors: Tensors, sublayer: Sublayer, shape: ModelShape, facto
     if f"{writer}.bias" in tensors:
         columns = columns[:-1]  # without the constant column
     corrected = as_like(factors.weight[:, : len(columns)], weight)
-    if mixer.fixed_heads:
+    if isinstance(mixer, Attention) and mixer.fixed_heads:
         silent = corrected.new_zeros(weight.shape)
         silent[:, columns.to(silent.device)] = corrected
         folded[f"{writer}.weight"] = silent
     else:
-        folded = _with_rows(folded, rows_of_columns(sublayer, shape, columns))
+        others = {name: tensor for name, tensor in tensors.items() if name != f"{writer}.weight"}
+        if isinstance(mixer, Attention):
+            folded |= cut_heads(others, mixer, shape, columns[:: shape.head_dim] // shape.head_dim)
+        else:
+            folded |= cut(others, mixer.axes(shape), {"neurons": columns})
         folded[f"{writer}.weight"] = corrected
-        for table in mixer.head_tables:
-            folded[table] = folded[table][:, _heads_of(columns, shape).to(folded[table].device)]
     if f"{writer}.bias" in tensors:
         bias = tensors[f"{writer}.bias"]
         folded[f"{writer}.bias"] = as_like(factors.weight[:, len(columns)], bias)
     return folded
 
 
-def cut_heads(tensors: Tensors, sublayer: Sublayer, shape: ModelShape, heads: torch.Tensor) -> Tensors:
+def cut_heads(tensors: Tensors, attention: Attention, shape: ModelShape, heads: torch.Tensor) -> Tensors:
     """Return the layer with only the query heads `heads` (ascending) and their KV groups; the others do nothing."""
-    columns, name = head_columns(heads, shape.head_dim), f"{sublayer.writer}.weight"
-    cut = _with_rows(tensors, rows_of_columns(sublayer, shape, columns))
-    return cut | {name: tensors[name][:, columns.to(tensors[name].device)]}
-
-
-def _with_rows(tensors: Tensors, rows_of: dict[str, torch.Tensor]) -> Tensors:
-    """Return the layer with only some rows of some linears, and of their biases."""
-    cut = dict(tensors)
-    for linear, rows in rows_of.items():
-        for name in (f"{linear}.weight", f"{linear}.bias"):
-            if name in cut:
-                cut[name] = cut[name][rows.to(cut[name].device)]
-    return cut
+    kept = {"heads": heads, "groups": (heads // shape.heads_per_group).unique()}
+    return cut(tensors, attention.axes(shape), kept, {"key": shape.head_dim, "value": shape.head_dim})
 
 
 def without_sublayer(tensors: Tensors, sublayer: Sublayer) -> Tensors:

@@ -40,7 +40,7 @@ class LayerFolder:
             if index in maps and isinstance(sublayer.mixer, Attention):
                 heads = maps[index].heads
                 if heads is not None:
-                    folded = cut_heads(folded, sublayer, self._model.shape.of(layer), heads)
+                    folded = cut_heads(folded, sublayer.mixer, self._model.shape.of(layer), heads)
                 folded = fold_inner(folded, sublayer.mixer, maps[index])
             folded = fold_ranks(folded, sublayer.mixer, ranks.get(index, {}))
         if self._grid.folds_layer_norms:

@@ -6,7 +6,7 @@ widths and of heads. Both are laid out as llama.cpp's own converter lays them ou
 
 import importlib.util
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from oneshot.architecture import LayerShape, StackShape, scaled_epsilon
+from oneshot.architecture import StackShape, scaled_epsilon
 from oneshot.checkpoint import GgufCheckpoint, Journal, Model, card_metadata, complete_config
 from oneshot.checkpoint.gguf_rotary import FACTORS, reason_against_rotary, rotary_factors, rotary_metadata
 from oneshot.checkpoint.layout import Place
@@ -31,6 +31,7 @@ from oneshot.export.llama_layers import (
 )
 from oneshot.export.outside import Part, folded_outside
 from oneshot.export.per_layer import per_layer_config
+from oneshot.families import FAMILIES
 from oneshot.machine.durable import UNFINISHED, make_durable
 from oneshot.planning import Grid, Plan
 from oneshot.tensors import Tensors
@@ -173,8 +174,8 @@ def _tensors(model: Model, stack: StackShape, stored: list[Place], *, quantised:
         order = None if heads is None else partial(interleave, heads=heads)
         into = file_kind(place.dtype, place.shape, quantised=quantised)
         tensors.append(FileTensor(name, place.shape, into, partial(read_stored, place, into, order)))
-    without_them = dict(expected_tensors(stack))
-    for name, shape in expected_tensors(complete):
+    without_them = expected_tensors(stack)
+    for name, shape in expected_tensors(complete).items():
         if name not in without_them:
             tensors.append(FileTensor(name, shape, "F32", partial(np.zeros, shape, np.float32)))
     return tensors
@@ -282,7 +283,7 @@ def verify_gguf(path: Path, stack: StackShape) -> int:
         for tensor in reader.tensors
         if tensor.name != FACTORS
     }
-    expected = dict(expected_tensors(stack))
+    expected = expected_tensors(stack)
     for name in sorted(expected.keys() | written.keys()):
         if expected.get(name) != written.get(name):
             raise OutputError(
@@ -292,39 +293,15 @@ def verify_gguf(path: Path, stack: StackShape) -> int:
     return sum(math.prod(shape) for shape in written.values())
 
 
-def expected_tensors(stack: StackShape) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the tensors of a file and their shapes."""
-    size = stack.embedding_size
-    yield "token_embd.weight", (stack.vocab_size, size)
-    yield "output_norm.weight", (size,)
+def expected_tensors(stack: StackShape) -> dict[str, tuple[int, ...]]:
+    """Return the tensors of a file and their shapes."""
+    import gguf
+
+    size, layers = stack.embedding_size, FAMILIES["qwen3"].stack  # Llama's, with norms if the sizes have them
+    shapes = {NAMES.embedding: (stack.vocab_size, size), NAMES.norm: (size,)}
     if stack.head == "own":
-        yield "output.weight", (stack.vocab_size, size)
+        shapes[NAMES.head] = stack.vocab_size, size
     for number, layer in enumerate(stack.layers):
-        sublayers = {"attn": layer.num_attention_heads > 0, "ffn": layer.intermediate_size > 0}
-        for name, shape in _expected_in(layer, size):
-            if sublayers[name.partition("_")[0]]:
-                yield f"blk.{number}.{name}", shape
-
-
-def _expected_in(layer: LayerShape, size: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the tensors of a layer that has both sublayers, and their shapes for a hidden state of `size` values."""
-    queries = layer.num_attention_heads * layer.query_key_size
-    keys, width = layer.num_key_value_heads * layer.query_key_size, layer.intermediate_size
-    linears = {
-        "attn_q": (queries, size, layer.attention_bias),
-        "attn_k": (keys, size, layer.attention_bias),
-        "attn_v": (keys, size, layer.attention_bias),
-        "attn_output": (size, queries, layer.output_bias),
-        "ffn_gate": (width, size, layer.mlp_bias),
-        "ffn_up": (width, size, layer.mlp_bias),
-        "ffn_down": (size, width, layer.mlp_bias),
-    }
-    for name, (rows, columns, has_bias) in linears.items():
-        yield f"{name}.weight", (rows, columns)
-        if has_bias:
-            yield f"{name}.bias", (rows,)
-    yield "attn_norm.weight", (size,)
-    yield "ffn_norm.weight", (size,)
-    if layer.query_key_norms:
-        yield "attn_q_norm.weight", (layer.query_key_size,)
-        yield "attn_k_norm.weight", (layer.query_key_size,)
+        shapes |= {layers.layer_prefix(number) + name: shape for name, shape in layers.tensors(layer).items()}
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, len(stack.layers))
+    return {str(names.get_name(name, try_suffixes=(".weight", ".bias"))): shape for name, shape in shapes.items()}

@@ -66,7 +66,7 @@ class RestoredModel:
             raise CheckpointError(f"{path} cannot be read as GGUF ({cause(error)}); give a complete file.") from error
         self._pairs = self.architecture in INTERLEAVED
         stored = {name: tensor.shape for name, tensor in self._file.tensors.items() if name != FACTORS}
-        wanted = dict(expected_tensors(with_all_ffns(self._stack)))
+        wanted = expected_tensors(with_all_ffns(self._stack))
         for name in sorted(stored.keys() | wanted.keys()):
             if stored.get(name) != wanted.get(name):
                 raise CheckpointError(

@@ -110,7 +110,7 @@ def refuse_impossible(stack: StackShape, config: Config) -> None:
 
     Nothing is read; what a file holds beside them is not counted.
     """
-    shapes = [shape for _, shape in expected_tensors(with_all_ffns(stack)) if len(shape) == 2]
+    shapes = [shape for shape in expected_tensors(with_all_ffns(stack)).values() if len(shape) == 2]
     least = sum(min(bytes_of(shape, kind) for kind in types_of(shape[1])) for shape in shapes)
     weights = sum(math.prod(shape) for shape in shapes)
     allowed = config.gguf_bytes if config.bits is None else config.bits / 8 * weights

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Literal
 
-from oneshot.architecture import LayerShape, ModelShape
+from oneshot.architecture import LayerShape, ModelShape, shapes_of
 from oneshot.errors import PlanError
 from oneshot.serving import Serving
 
@@ -35,8 +35,7 @@ def inputs_of(shape: ModelShape, number: int, layer: LayerShape, half: Half) -> 
         tensors = shape.carried_tensors(number)
         yield from (size[1] for size in tensors.values() if len(size) == 2)
     elif layer.latent is not None:
-        sizes = layer.hidden_size, layer.num_attention_heads, layer.value_size
-        tensors = layer.latent.tensors("", *sizes, biased=False)
+        tensors = shapes_of(layer.latent.axes("", biased=False), layer.sizes)
         output = tensors.pop(".o_proj.weight")
         yield from (size[1] for size in (*tensors.values(), output) if len(size) == 2)
     elif layer.num_attention_heads:

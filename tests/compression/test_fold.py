@@ -233,7 +233,7 @@ def test_folded_heads_keep_the_groups_that_they_use(
         assert torch.equal(folded[f"{attention.q}.weight"], tensors[f"{attention.q}.weight"])
         silent[:, columns] = 0
         assert not silent.any()
-        folded = cut_heads(folded, family.stack.sublayers[index], shape, torch.tensor(heads))
+        folded = cut_heads(folded, attention, shape, torch.tensor(heads))
     assert_only_changed(folded, tensors, {*attention.readers, attention.out})
     rows_of_groups = [row for group in groups for row in (2 * group, 2 * group + 1)]
     for linear, rows in ((attention.q, columns), (attention.k, rows_of_groups), (attention.v, rows_of_groups)):

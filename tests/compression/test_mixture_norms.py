@@ -11,6 +11,7 @@ from last_states import assert_passes, keep_last_states
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
+from oneshot.architecture import cut
 from oneshot.checkpoint import Model, open_model
 from oneshot.compression.mixture_norms import MixtureNorms
 from oneshot.pipeline import compress
@@ -117,7 +118,7 @@ def test_statistics_and_effects_are_those_behind_the_norms(model: Model, tmp_pat
         torch.testing.assert_close(found.grams[expert].double(), weighted.T @ weighted, rtol=1e-3, atol=1e-4)
         assert float(effects.energies[expert]) == pytest.approx(float(output.square().sum()), rel=1e-4)
         kept = torch.tensor([other for other in range(4) if other != expert])
-        reduced = tensors | {name: tensors[name][kept] for name in task.mixer.by_expert()}
+        reduced = cut(tensors, task.mixer.axes(task.shape), {"experts": kept})
         change = layer.sum(1, x) - layer_of(model, tmp_path, reduced)[0].sum(1, x)
         assert float(effects.effects[expert, expert]) == pytest.approx(float(change.square().sum()), rel=1e-3)
 
