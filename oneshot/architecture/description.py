@@ -14,6 +14,7 @@ from oneshot.architecture.carried import Carried
 from oneshot.architecture.features import Feature
 from oneshot.architecture.further import FurtherNames
 from oneshot.architecture.fused import stored_shapes
+from oneshot.architecture.resizing import set_widths
 from oneshot.architecture.shapes import ModelShape
 from oneshot.architecture.stack import Stack
 from oneshot.architecture.sublayers import Sublayer
@@ -56,8 +57,7 @@ class Description:
         decoder: the second stack of an encoder–decoder, whose cross-attention reads the first one's output after its
             final norm; None for other models. Layers are numbered through both.
         variant: `(family, config) -> family`: the family as a config describes its layers.
-        resize: `(config, shape) -> config`: the stock config of the resized model; raises `PlanError` if no stock
-            config can state it.
+        resize: `(sizes, config, shape) -> config`, see `resized`.
         check: raises `CheckpointError` for variants of the family that are not supported.
         head: the output head; None for models that do not predict tokens, or only some of their classes do.
         masked_head: the output head of the class for masked tokens, which may be the embedding; None without one.
@@ -92,7 +92,7 @@ class Description:
 
     model_type: str
     stack: Stack
-    resize: Callable[[dict[str, Any], ModelShape], dict[str, Any]]
+    resize: Callable[[Sizes, dict[str, Any], ModelShape], dict[str, Any]] = set_widths
     check: Callable[[dict[str, Any]], None] = lambda config: None
     head: str | None = "lm_head.weight"
     masked_head: str | None = None
@@ -123,6 +123,10 @@ class Description:
     alone: Mapping[str, Any] = field(default_factory=dict)
     narrow_layers: tuple[int, ...] = ()
     stated_width: Callable[[dict[str, Any]], int | None] = lambda config: None
+
+    def resized(self, config: dict[str, Any], shape: ModelShape) -> dict[str, Any]:
+        """Return the stock config of the resized model. Raises `PlanError` if no stock config can state it."""
+        return self.resize(self.sizes, config, shape)
 
     @property
     def stacks(self) -> tuple[Stack, ...]:
@@ -245,4 +249,4 @@ def stated_class(config: dict[str, Any]) -> str | None:
 
 
 def _modules(sublayer: Sublayer) -> tuple[str | None, ...]:
-    return (*sublayer.mixer.modules, sublayer.norm.name, sublayer.shortcut)
+    return (*sublayer.mixer.modules, sublayer.norm.name)

@@ -1,9 +1,11 @@
 """The sizes of a stock config, and sentences about what none can state."""
 
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from oneshot.architecture.shapes import ModelShape
+
+if TYPE_CHECKING:
+    from oneshot.architecture.description import Sizes
 
 NO_FFN_BIASES = (
     "--set correction=bias needs biases in the FFN, which a {} config cannot state; choose another correction."
@@ -24,27 +26,30 @@ FIXED_HEADS = (
 )
 
 
-def set_ffn_width(key: str) -> Callable[[dict[str, Any], ModelShape], dict[str, Any]]:
-    """Return the `resize` of a family whose config can only state another FFN width, under this key."""
-    return lambda config, shape: config | {key: shape.intermediate_size}
+def set_width(keys: "Sizes", config: dict[str, Any], shape: ModelShape) -> dict[str, Any]:
+    """Return a copy of a Hugging Face config with the FFN width of `shape` and the number of its experts."""
+    stated = {keys.intermediate_size: shape.intermediate_size}
+    if shape.experts is not None:
+        names = [name for name in keys.num_experts if name in config or len(keys.num_experts) == 1]
+        stated |= dict.fromkeys(names, shape.experts.count)
+    return config | stated
 
 
-def set_widths(config: dict[str, Any], shape: ModelShape) -> dict[str, Any]:
-    """Return a copy of a Hugging Face config with the FFN width and the heads of `shape`, under Llama's keys."""
-    return config | {
-        "intermediate_size": shape.intermediate_size,
-        "num_attention_heads": shape.num_attention_heads,
-        "num_key_value_heads": shape.num_key_value_heads,
-        "head_dim": shape.head_dim,
+def set_widths(keys: "Sizes", config: dict[str, Any], shape: ModelShape) -> dict[str, Any]:
+    """Return the same as `set_width` with the heads."""
+    stated = {
+        keys.num_attention_heads: shape.num_attention_heads,
+        keys.num_key_value_heads: shape.num_key_value_heads,
+        keys.head_dim: shape.head_dim,
     }
+    return set_width(keys, config, shape) | {key: size for key, size in stated.items() if key is not None}
 
 
-def set_sizes(config: dict[str, Any], shape: ModelShape) -> dict[str, Any]:
+def set_sizes(keys: "Sizes", config: dict[str, Any], shape: ModelShape) -> dict[str, Any]:
     """Return the same as `set_widths` with the hidden size."""
-    return set_widths(config, shape) | {
-        "hidden_size": shape.hidden_size,
-        "rms_norm_eps": scaled_epsilon(config["rms_norm_eps"], config["hidden_size"], shape.hidden_size),
-    }
+    dense, epsilon = config[keys.hidden_size], str(keys.norm_epsilon)
+    hidden = {keys.hidden_size: shape.hidden_size, epsilon: scaled_epsilon(config[epsilon], dense, shape.hidden_size)}
+    return set_widths(keys, config, shape) | hidden
 
 
 def scaled_epsilon(epsilon: float, dense_size: int, size: int) -> float:

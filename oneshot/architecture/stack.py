@@ -144,7 +144,7 @@ class Stack:
     def carrying(self, mixer: Carried) -> "Stack":
         """Return the stack as a layer is that has a carried mixer in the place of attention."""
         old = self.token_mixer
-        sublayers = (Sublayer(mixer, None, each.shortcut) if each.mixer is old else each for each in self.sublayers)
+        sublayers = (Sublayer(mixer) if each.mixer is old else each for each in self.sublayers)
         return replace(self, sublayers=tuple(sublayers))
 
     @property

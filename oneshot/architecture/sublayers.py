@@ -206,14 +206,10 @@ def read_by(mixer: Mixer, kind: RankedKind) -> str:
 
 @dataclass(frozen=True)
 class Sublayer:
-    """One part of a layer, a mixer with its norms: `x = after(x + inside(mixer(before(x))))`, each of them optional.
-
-    `shortcut`: the name of a matrix between two subspaces.
-    """
+    """One part of a layer, a mixer with its norms: `x = after(x + inside(mixer(before(x))))`, each of them optional."""
 
     mixer: Mixer
-    before: Norm | None
-    shortcut: str
+    before: Norm | None = None
     inside: Norm | None = None
     after: Norm | None = None
 
@@ -232,6 +228,11 @@ class Sublayer:
     @property
     def kind(self) -> SublayerKind:
         return self.mixer.kind
+
+    @property
+    def shortcut(self) -> str:
+        """Return the name of the matrix that carries the stream past it between two subspaces."""
+        return {"ffn": "ffn_shortcut", "cross-heads": "cross_attention_shortcut"}.get(self.kind, "attention_shortcut")
 
     def axes(self, layer: LayerShape) -> Axes:
         """Return the axes of its tensors in a layer of these sizes; none if the layer is without it."""

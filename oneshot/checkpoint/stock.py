@@ -106,11 +106,11 @@ def complete_text_config(family: Description, config: dict[str, Any]) -> dict[st
 
 
 def resized_config(family: Description, config: dict[str, Any], shape: ModelShape) -> dict[str, Any]:
-    """Return the config.json of the resized model. Raises `PlanError` as `Description.resize`."""
+    """Return the config.json of the resized model. Raises `PlanError` as `Description.resized`."""
     if family.text_module is None:
-        return family.resize(config, shape)
+        return family.resized(config, shape)
     complete = complete_text_config(family, config)
-    resized = family.resize(complete, shape)
+    resized = family.resized(complete, shape)
     return with_text(family, config, {name: value for name, value in resized.items() if value != complete.get(name)})
 
 

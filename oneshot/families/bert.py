@@ -7,7 +7,7 @@ inside them and the hidden size need the per-layer form.
 from typing import Any
 
 from oneshot.architecture.description import Description, Sizes
-from oneshot.architecture.resizing import FIXED_HEADS, set_ffn_width
+from oneshot.architecture.resizing import FIXED_HEADS, set_width
 from oneshot.architecture.stack import Stack
 from oneshot.architecture.sublayers import Attention, FeedForward, Norm, Sublayer
 from oneshot.errors import CheckpointError
@@ -23,19 +23,12 @@ STACK = Stack(
                 out="attention.output.dense",
                 fixed_heads=True,
             ),
-            None,
-            "attention_shortcut",
             after=Norm("attention.output.LayerNorm", "layer"),
         ),
         Sublayer(
             FeedForward(
-                up="intermediate.dense",
-                down="output.dense",
-                gate=None,
-                activation="intermediate.intermediate_act_fn",
+                up="intermediate.dense", down="output.dense", gate=None, activation="intermediate.intermediate_act_fn"
             ),
-            None,
-            "ffn_shortcut",
             after=Norm("output.LayerNorm", "layer"),
         ),
     ),
@@ -72,7 +65,7 @@ def check(config: dict[str, Any]) -> None:
 BERT = Description(
     "bert",
     STACK,
-    set_ffn_width("intermediate_size"),
+    set_width,
     check,
     head=None,
     masked_head="cls.predictions.decoder.weight",

@@ -5,7 +5,7 @@ from typing import Any
 
 from oneshot.architecture.description import Description
 from oneshot.architecture.further import BEHIND
-from oneshot.architecture.shapes import ModelShape
+from oneshot.architecture.resizing import set_width
 from oneshot.architecture.stack import Stack
 from oneshot.architecture.sublayers import Attention
 from oneshot.errors import CheckpointError
@@ -13,12 +13,6 @@ from oneshot.families.glm4_moe import EXPERTS, SIZES, dense_first, mixture, rout
 
 CHOICES = ("greedy", "group_limited_greedy")  # of experts in V2
 DEEPSEEK_SIZES = replace(SIZES, head_dim="v_head_dim")
-
-
-def resized(config: dict[str, Any], shape: ModelShape) -> dict[str, Any]:
-    """Return the stock config of the resized model; its attention stays."""
-    assert shape.experts is not None
-    return config | {"moe_intermediate_size": shape.intermediate_size, "n_routed_experts": shape.experts.count}
 
 
 def variant(family: Description, config: dict[str, Any]) -> Description:
@@ -49,7 +43,7 @@ def _with_attention(stack: Stack, queries: str) -> Stack:
 DEEPSEEK_V3 = Description(
     "deepseek_v3",
     _with_attention(mixture(EXPERTS), "q_a_proj"),
-    resized,
+    set_width,  # its attention stays
     variant=variant,
     sizes=DEEPSEEK_SIZES,
     with_dense=dense_first,
@@ -58,7 +52,7 @@ DEEPSEEK_V3 = Description(
 DEEPSEEK_V2 = Description(
     "deepseek_v2",
     _with_attention(mixture(replace(EXPERTS, scores="softmax", chosen_by=None)), "q_a_proj"),
-    resized,
+    set_width,  # its attention stays
     variant=variant_of_v2,
     sizes=DEEPSEEK_SIZES,
     with_dense=dense_first,

@@ -1,7 +1,7 @@
 """DistilBERT: BERT's layer under other names, without token types and without a pooler."""
 
 from oneshot.architecture.description import Description, Sizes
-from oneshot.architecture.resizing import FIXED_HEADS, set_ffn_width
+from oneshot.architecture.resizing import FIXED_HEADS, set_width
 from oneshot.architecture.stack import Stack
 from oneshot.architecture.sublayers import Attention, FeedForward, Norm, Sublayer
 
@@ -16,14 +16,10 @@ STACK = Stack(
                 out="attention.out_lin",
                 fixed_heads=True,
             ),
-            None,
-            "attention_shortcut",
             after=Norm("sa_layer_norm", "layer"),
         ),
         Sublayer(
             FeedForward(up="ffn.lin1", down="ffn.lin2", gate=None, activation="ffn.activation"),
-            None,
-            "ffn_shortcut",
             after=Norm("output_layer_norm", "layer"),
         ),
     ),
@@ -56,7 +52,7 @@ CLASSES = (
 DISTILBERT = Description(
     "distilbert",
     STACK,
-    set_ffn_width("hidden_dim"),
+    set_width,
     head=None,
     masked_head="vocab_projector.weight",
     classes=CLASSES,

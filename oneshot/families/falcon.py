@@ -3,7 +3,7 @@
 from typing import Any
 
 from oneshot.architecture.description import Description, Sizes
-from oneshot.architecture.resizing import FIXED_HEADS_ALONE, set_ffn_width
+from oneshot.architecture.resizing import FIXED_HEADS_ALONE, set_width
 from oneshot.architecture.stack import Stack
 from oneshot.architecture.sublayers import Attention, FeedForward, Norm, Sublayer
 from oneshot.errors import CheckpointError
@@ -19,12 +19,8 @@ _ATTENTION = Attention(
 )
 STACK = Stack(
     (
-        Sublayer(_ATTENTION, _NORM, "attention_shortcut"),
-        Sublayer(
-            FeedForward(up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h", gate=None, activation="mlp.act"),
-            _NORM,
-            "ffn_shortcut",
-        ),
+        Sublayer(_ATTENTION, _NORM),
+        Sublayer(FeedForward(up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h", gate=None, activation="mlp.act"), _NORM),
     ),
     layers="transformer.h",
     embedding="transformer.word_embeddings.weight",
@@ -47,7 +43,7 @@ def check(config: dict[str, Any]) -> None:
 FALCON = Description(
     "falcon",
     STACK,
-    set_ffn_width("ffn_hidden_size"),
+    set_width,
     check,
     sizes=Sizes(
         intermediate_size="ffn_hidden_size",

@@ -5,7 +5,7 @@ from typing import Any
 
 from oneshot.architecture.carried import Carried
 from oneshot.architecture.description import Description
-from oneshot.architecture.resizing import set_ffn_width
+from oneshot.architecture.resizing import set_width
 from oneshot.architecture.stack import Stack
 from oneshot.architecture.sublayers import FeedForward, Norm, Sublayer
 
@@ -39,11 +39,11 @@ FALCON_H1 = Description(
     "falcon_h1",
     Stack(
         (
-            Sublayer(MIXERS, None, "attention_shortcut"),
-            Sublayer(FFN, Norm("pre_ff_layernorm"), "ffn_shortcut"),
+            Sublayer(MIXERS),
+            Sublayer(FFN, Norm("pre_ff_layernorm")),
         ),
         final_norm=Norm("model.final_layernorm"),
     ),
-    set_ffn_width("intermediate_size"),
+    set_width,
     variant=variant,
 )

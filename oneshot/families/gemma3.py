@@ -15,13 +15,11 @@ STACK = Stack(
         Sublayer(
             Attention(q_norm="self_attn.q_norm", k_norm="self_attn.k_norm"),
             Norm("input_layernorm", offset=1.0),
-            "attention_shortcut",
             inside=Norm("post_attention_layernorm", offset=1.0),
         ),
         Sublayer(
             FeedForward(),
             Norm("pre_feedforward_layernorm", offset=1.0),
-            "ffn_shortcut",
             inside=Norm("post_feedforward_layernorm", offset=1.0),
         ),
     ),

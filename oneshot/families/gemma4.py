@@ -14,7 +14,7 @@ from oneshot.architecture.branches import Branches
 from oneshot.architecture.carried import Carried, carried_layers
 from oneshot.architecture.description import Description, Sizes
 from oneshot.architecture.experts import Experts
-from oneshot.architecture.resizing import set_ffn_width
+from oneshot.architecture.resizing import set_width
 from oneshot.architecture.shapes import ModelShape
 from oneshot.architecture.stack import Stack
 from oneshot.architecture.sublayers import FeedForward, Norm, Sublayer
@@ -103,7 +103,7 @@ def variant(family: Description, config: dict[str, Any]) -> Description:
         known = replace(known, narrow_layers=narrow, stated_width=_double_width, resize=_with_half_width)
     if not config.get("enable_moe_block"):
         return known
-    return replace(known, stack=known.stack.with_experts(EXPERTS), resize=resized, sizes=SIZES)
+    return replace(known, stack=known.stack.with_experts(EXPERTS), sizes=SIZES)
 
 
 def _carried(config: dict[str, Any], family: Description) -> dict[int, Carried]:
@@ -128,9 +128,9 @@ def _double_width(config: dict[str, Any]) -> int | None:
     return 2 * width if isinstance(width, int) and not isinstance(width, bool) else None
 
 
-def _with_half_width(config: dict[str, Any], shape: ModelShape) -> dict[str, Any]:
+def _with_half_width(keys: Sizes, config: dict[str, Any], shape: ModelShape) -> dict[str, Any]:
     """Return the stock config of a resized model whose last FFNs are twice as wide as it states."""
-    return config | {"intermediate_size": shape.intermediate_size // 2}
+    return set_width(keys, config, replace(shape, intermediate_size=shape.intermediate_size // 2))
 
 
 def _with_borrowed(flags: Sequence[bool]) -> dict[str, Any]:
@@ -138,27 +138,16 @@ def _with_borrowed(flags: Sequence[bool]) -> dict[str, Any]:
     return {BORROWERS: sum(flags)}
 
 
-def resized(config: dict[str, Any], shape: ModelShape) -> dict[str, Any]:
-    """Return the stock config of the resized mixture."""
-    assert shape.experts is not None
-    return config | {"moe_intermediate_size": shape.intermediate_size, "num_experts": shape.experts.count}
-
-
 GEMMA4 = Description(
     "gemma4_text",
     Stack(
         (
-            Sublayer(ATTENTION, None, "attention_shortcut"),
-            Sublayer(
-                FeedForward(),
-                Norm("pre_feedforward_layernorm"),
-                "ffn_shortcut",
-                inside=Norm("post_feedforward_layernorm"),
-            ),
+            Sublayer(ATTENTION),
+            Sublayer(FeedForward(), Norm("pre_feedforward_layernorm"), inside=Norm("post_feedforward_layernorm")),
         ),
         layer_scale="layer_scalar",
     ),
-    set_ffn_width("intermediate_size"),
+    set_width,
     check,
     variant=variant,
     mixers={"sliding_attention": WINDOWS, "full_attention": None},

@@ -15,7 +15,7 @@ from oneshot.architecture.further import BEHIND
 from oneshot.architecture.stack import Stack
 from oneshot.architecture.sublayers import Attention, FeedForward
 from oneshot.families.llama import STACK
-from oneshot.families.mixtures import number_of_layers, resize
+from oneshot.families.mixtures import number_of_layers
 
 IN_GROUPS = (
     "The experts of this {} are in {} groups, of which none can be removed alone; leave out --set experts=, so that "
@@ -75,7 +75,6 @@ def mixture(experts: Experts) -> Stack:
 GLM4_MOE = Description(
     "glm4_moe",
     mixture(EXPERTS),
-    resize(SIZES.intermediate_size, SIZES.num_experts),
     variant=variant,
     sizes=SIZES,
     with_dense=dense_first,

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from oneshot.architecture.description import Description, Sizes
-from oneshot.architecture.resizing import FIXED_HEADS_ALONE, set_ffn_width
+from oneshot.architecture.resizing import FIXED_HEADS_ALONE, set_width
 from oneshot.architecture.stack import Stack
 from oneshot.architecture.sublayers import Attention, FeedForward, Norm, Sublayer
 from oneshot.errors import CheckpointError
@@ -15,12 +15,8 @@ from oneshot.errors import CheckpointError
 _ATTENTION = Attention(module="attn", q="attn.q", k="attn.k", v="attn.v", out="attn.c_proj")
 STACK = Stack(
     (
-        Sublayer(_ATTENTION, Norm("ln_1", "layer"), "attention_shortcut"),
-        Sublayer(
-            FeedForward(up="mlp.c_fc", down="mlp.c_proj", gate=None, activation="mlp.act"),
-            Norm("ln_2", "layer"),
-            "ffn_shortcut",
-        ),
+        Sublayer(_ATTENTION, Norm("ln_1", "layer")),
+        Sublayer(FeedForward(up="mlp.c_fc", down="mlp.c_proj", gate=None, activation="mlp.act"), Norm("ln_2", "layer")),
     ),
     layers="transformer.h",
     embedding="transformer.wte.weight",
@@ -61,7 +57,7 @@ def check_big_code(config: dict[str, Any]) -> None:
 GPT2 = Description(
     "gpt2",
     STACK,
-    set_ffn_width("n_inner"),
+    set_width,
     check,
     sizes=SIZES,
     unsupported={"heads": FIXED_HEADS_ALONE.format("gpt2")},

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from oneshot.architecture.description import Description, Sizes
-from oneshot.architecture.resizing import FIXED_HEADS_ALONE, set_ffn_width
+from oneshot.architecture.resizing import FIXED_HEADS_ALONE, set_width
 from oneshot.architecture.stack import Stack
 from oneshot.architecture.sublayers import Attention, FeedForward, Norm, Sublayer
 
@@ -13,12 +13,10 @@ STACK = Stack(
         Sublayer(
             Attention(module="attention", q="attention.q", k="attention.k", v="attention.v", out="attention.dense"),
             Norm("input_layernorm", "layer"),
-            "attention_shortcut",
         ),
         Sublayer(
             FeedForward(up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h", gate=None, activation="mlp.act"),
             Norm("post_attention_layernorm", "layer"),
-            "ffn_shortcut",
         ),
     ),
     layers="gpt_neox.layers",
@@ -38,7 +36,7 @@ def variant(family: Description, config: dict[str, Any]) -> Description:
 GPT_NEOX = Description(
     "gpt_neox",
     STACK,
-    set_ffn_width("intermediate_size"),
+    set_width,
     renamed={"embed_out.weight": "lm_head.weight"},
     sizes=Sizes(num_key_value_heads=None, head_dim=None, norm_epsilon="layer_norm_eps"),
     unsupported={"heads": FIXED_HEADS_ALONE.format("gpt_neox")},

@@ -8,12 +8,11 @@ from typing import Any
 
 from oneshot.architecture.carried import Carried, carried_layers
 from oneshot.architecture.description import Description, Sizes
-from oneshot.architecture.shapes import ModelShape
 from oneshot.architecture.sublayers import FeedForward
 from oneshot.families.falcon_h1 import SCAN
 from oneshot.families.llama import STACK
 from oneshot.families.llamas import granite_factors
-from oneshot.families.mixtures import GRANITE_MOE, resize
+from oneshot.families.mixtures import GRANITE_MOE
 
 WIDTH = "shared_intermediate_size"
 STATE_SPACES = Carried(
@@ -32,13 +31,7 @@ def variant(family: Description, config: dict[str, Any]) -> Description:
         return family
     stack = family.stack.with_experts(replace(experts, beside="shared_mlp"))
     sizes = replace(GRANITE_MOE.sizes, shared_expert_width=WIDTH)
-    return replace(family, stack=replace(stack, fused={}), resize=resize("intermediate_size"), sizes=sizes)
-
-
-def resized(config: dict[str, Any], shape: ModelShape) -> dict[str, Any]:
-    """Return the stock config of the resized model without experts."""
-    heads = {"num_attention_heads": shape.num_attention_heads, "num_key_value_heads": shape.num_key_value_heads}
-    return config | heads | {"head_dim": shape.head_dim, WIDTH: shape.intermediate_size}
+    return replace(family, stack=replace(stack, fused={}), sizes=sizes)
 
 
 GRANITE_HYBRID = Description(
@@ -48,7 +41,6 @@ GRANITE_HYBRID = Description(
         sublayers=(STACK.sublayers[0], replace(STACK.sublayers[1], mixer=FFN)),
         fused={"shared_mlp.input_linear": ("shared_mlp.gate_proj", "shared_mlp.up_proj")},
     ),
-    resized,
     variant=variant,
     sizes=Sizes(intermediate_size=WIDTH),
     # the first two are how older files call them

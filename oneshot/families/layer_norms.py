@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from oneshot.architecture.description import Description, Sizes
-from oneshot.architecture.resizing import FIXED_HEADS_ALONE, set_ffn_width, set_widths
+from oneshot.architecture.resizing import FIXED_HEADS_ALONE, set_width
 from oneshot.architecture.stack import Stack
 from oneshot.architecture.sublayers import Attention, FeedForward, Norm, Sublayer
 from oneshot.errors import CheckpointError
@@ -13,7 +13,7 @@ from oneshot.families.llama import STACK
 
 def parallel(attention: Attention, ffn: FeedForward, norm: Norm, final: Norm) -> Stack:
     """Return a stack whose sublayers read one norm, and add to the stream together."""
-    sublayers = Sublayer(attention, norm, "attention_shortcut"), Sublayer(ffn, norm, "ffn_shortcut")
+    sublayers = Sublayer(attention, norm), Sublayer(ffn, norm)
     return Stack(sublayers, final_norm=final, parallel=True)
 
 
@@ -52,8 +52,7 @@ COHERE = Description(
         Norm("input_layernorm", "layer", has_bias=False),
         Norm("model.norm", "layer", has_bias=False),
     ),
-    set_widths,
-    check_cohere,
+    check=check_cohere,
     variant=scaled_logits,
     sizes=Sizes(norm_epsilon="layer_norm_eps"),
 )
@@ -67,8 +66,7 @@ PHI = Description(
         Norm("input_layernorm", "layer"),
         Norm("model.final_layernorm", "layer"),
     ),
-    set_widths,
-    check_phi,
+    check=check_phi,
     sizes=Sizes(norm_epsilon="layer_norm_eps"),
 )
 # Nemotron and Minitron: LayerNorms that multiply by one plus their weights, an FFN without a gate
@@ -76,12 +74,11 @@ NEMOTRON = Description(
     "nemotron",
     Stack(
         (
-            Sublayer(Attention(), Norm("input_layernorm", "layer", 1.0), "attention_shortcut"),
-            Sublayer(FeedForward(gate=None), Norm("post_attention_layernorm", "layer", 1.0), "ffn_shortcut"),
+            Sublayer(Attention(), Norm("input_layernorm", "layer", 1.0)),
+            Sublayer(FeedForward(gate=None), Norm("post_attention_layernorm", "layer", 1.0)),
         ),
         final_norm=Norm("model.norm", "layer", 1.0),
     ),
-    set_widths,
     sizes=Sizes(norm_epsilon="norm_eps"),
 )
 # the Llama layer with LayerNorms
@@ -94,7 +91,7 @@ _STACK = replace(
 STABLELM = Description(
     "stablelm",
     _STACK,
-    set_ffn_width("intermediate_size"),
+    set_width,
     check_stablelm,
     sizes=Sizes(head_dim=None, norm_epsilon="layer_norm_eps"),
     unsupported={"heads": FIXED_HEADS_ALONE.format("stablelm")},
@@ -103,6 +100,5 @@ STABLELM = Description(
 STARCODER2 = Description(
     "starcoder2",
     _STACK.with_ffn(FeedForward(up="mlp.c_fc", down="mlp.c_proj", gate=None, activation="mlp.act")),
-    set_widths,
     sizes=Sizes(norm_epsilon="norm_epsilon"),
 )

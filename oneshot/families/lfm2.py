@@ -16,8 +16,8 @@ ATTENTION = Attention(out="self_attn.out_proj", q_norm="self_attn.q_layernorm", 
 FFN = FeedForward("feed_forward.w3", "feed_forward.w2", "feed_forward.w1", functional.silu)
 STACK = Stack(
     (
-        Sublayer(ATTENTION, Norm("operator_norm"), "attention_shortcut"),
-        Sublayer(FFN, Norm("ffn_norm"), "ffn_shortcut"),
+        Sublayer(ATTENTION, Norm("operator_norm")),
+        Sublayer(FFN, Norm("ffn_norm")),
     ),
     final_norm=Norm("model.embedding_norm"),
 )
@@ -42,9 +42,9 @@ def width(config: dict[str, Any]) -> int | None:
     return -(-int(factor * adjusted) // multiple) * multiple
 
 
-def resized(config: dict[str, Any], shape: ModelShape) -> dict[str, Any]:
+def resized(keys: Sizes, config: dict[str, Any], shape: ModelShape) -> dict[str, Any]:
     """Return the stock config of the resized model, which states its FFN's width as it is."""
-    widths = set_widths(config, shape) | {"block_auto_adjust_ff_dim": False}
+    widths = set_widths(keys, config, shape) | {"block_auto_adjust_ff_dim": False}
     return widths | ({OTHER_NAME: shape.intermediate_size} if OTHER_NAME in config else {})
 
 

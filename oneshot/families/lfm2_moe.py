@@ -9,7 +9,7 @@ from oneshot.architecture.description import Description, Sizes
 from oneshot.architecture.experts import Experts
 from oneshot.architecture.sublayers import Norm, Sublayer
 from oneshot.families.lfm2 import FFN, LFM2, STACK
-from oneshot.families.mixtures import number_of_layers, resize
+from oneshot.families.mixtures import number_of_layers
 
 EXPERTS = Experts(
     module="feed_forward",
@@ -46,8 +46,7 @@ def dense_first(flags: Sequence[bool]) -> dict[str, Any]:
 
 LFM2_MOE = Description(
     "lfm2_moe",
-    replace(STACK, sublayers=(STACK.sublayers[0], Sublayer(EXPERTS, Norm("ffn_norm"), "ffn_shortcut")), dense_ffn=FFN),
-    resize("moe_intermediate_size"),
+    replace(STACK, sublayers=(STACK.sublayers[0], Sublayer(EXPERTS, Norm("ffn_norm"))), dense_ffn=FFN),
     variant=variant,
     with_dense=dense_first,
     sizes=Sizes(

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from oneshot.architecture.description import Description
+from oneshot.architecture.description import Description, Sizes
 from oneshot.architecture.resizing import set_sizes
 from oneshot.architecture.shapes import ModelShape
 from oneshot.architecture.stack import Stack
@@ -11,19 +11,19 @@ from oneshot.errors import PlanError
 
 STACK = Stack(
     (
-        Sublayer(Attention(), Norm("input_layernorm"), "attention_shortcut"),
-        Sublayer(FeedForward(), Norm("post_attention_layernorm"), "ffn_shortcut"),
+        Sublayer(Attention(), Norm("input_layernorm")),
+        Sublayer(FeedForward(), Norm("post_attention_layernorm")),
     )
 )
 
 
-def resize(config: dict[str, Any], shape: ModelShape) -> dict[str, Any]:
+def resize(keys: Sizes, config: dict[str, Any], shape: ModelShape) -> dict[str, Any]:
     """Return the resized config; it may be a Mistral's.
 
     LlamaConfig refuses a hidden size that its head count does not divide. Mistral has the same layer and accepts it, so
     such a model without biases is written as `MistralForCausalLM` without a sliding window.
     """
-    resized = set_sizes(config, shape)
+    resized = set_sizes(keys, config, shape)
     if shape.mlp_bias:
         resized["mlp_bias"] = True
     if shape.hidden_size % shape.num_attention_heads == 0:

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from oneshot.architecture.description import Description
-from oneshot.architecture.resizing import FIXED_HEADS_ALONE, NO_FFN_BIASES, NO_HIDDEN_SIZE, set_ffn_width, set_sizes
+from oneshot.architecture.resizing import FIXED_HEADS_ALONE, NO_FFN_BIASES, NO_HIDDEN_SIZE, set_sizes, set_width
 from oneshot.architecture.stack import Stack
 from oneshot.architecture.sublayers import Attention, FeedForward, Norm, Sublayer
 from oneshot.families.llama import STACK
@@ -18,13 +18,8 @@ GLM_FFN = replace(FFN, mixer=FeedForward(activation="mlp.activation_fn"))
 # norms inside the branches only, and norms over all heads of queries and of keys
 OLMO_STACK = Stack(
     (
-        Sublayer(
-            replace(HEAD_NORMS, norms_all_heads=True),
-            None,
-            "attention_shortcut",
-            inside=Norm("post_attention_layernorm"),
-        ),
-        Sublayer(FeedForward(), None, "ffn_shortcut", inside=Norm("post_feedforward_layernorm")),
+        Sublayer(replace(HEAD_NORMS, norms_all_heads=True), inside=Norm("post_attention_layernorm")),
+        Sublayer(FeedForward(), inside=Norm("post_feedforward_layernorm")),
     )
 )
 
@@ -131,7 +126,7 @@ GRANITE = _like("granite", variant=granite_factors)
 # rotary positions turn neighbouring values; heads are as wide as the hidden size
 HELIUM = _like(
     "helium",
-    resize=set_ffn_width("intermediate_size"),
+    resize=set_width,
     unsupported={"heads": FIXED_HEADS_ALONE.format("helium")},
 )
 # norms of queries and keys after the rotation

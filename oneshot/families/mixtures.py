@@ -1,12 +1,11 @@
 """Mixtures of experts with Llama's layer around them: Qwen3-MoE, Qwen2-MoE, Mixtral, OLMoE and Granite-MoE."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from oneshot.architecture.description import Description, Sizes
 from oneshot.architecture.experts import Experts
-from oneshot.architecture.shapes import ModelShape
 from oneshot.architecture.stack import Stack
 from oneshot.architecture.sublayers import Attention
 from oneshot.errors import CheckpointError
@@ -15,27 +14,6 @@ from oneshot.families.llamas import granite_factors
 
 MOST_LAYERS = 10_000
 SIZES = Sizes(num_experts=("num_experts", "num_local_experts"), experts_per_token="num_experts_per_tok")
-
-
-def resize(
-    width: str, num_experts: tuple[str, ...] = SIZES.num_experts
-) -> Callable[[dict[str, Any], ModelShape], dict[str, Any]]:
-    """Return the `resize` of a family whose config states width and number of experts under these keys."""
-
-    def resized(config: dict[str, Any], shape: ModelShape) -> dict[str, Any]:
-        assert shape.experts is not None
-        return (
-            config
-            | {
-                width: shape.intermediate_size,
-                "num_attention_heads": shape.num_attention_heads,
-                "num_key_value_heads": shape.num_key_value_heads,
-                "head_dim": shape.head_dim,
-            }
-            | {name: shape.experts.count for name in num_experts if name in config}
-        )
-
-    return resized
 
 
 def by_config(family: Description, config: dict[str, Any]) -> Description:
@@ -78,7 +56,6 @@ def _stack(attention: Attention, experts: Experts) -> Stack:
 QWEN3_MOE = Description(
     "qwen3_moe",
     _stack(Attention(q_norm="self_attn.q_norm", k_norm="self_attn.k_norm"), Experts()),
-    resize("moe_intermediate_size"),
     variant=with_stated_layers,
     with_dense=named_layers,
     sizes=replace(SIZES, intermediate_size="moe_intermediate_size", dense_width="intermediate_size"),
@@ -86,7 +63,6 @@ QWEN3_MOE = Description(
 QWEN2_MOE = Description(
     "qwen2_moe",
     _stack(Attention(), Experts(shared_expert="mlp.shared_expert", shared_gate="mlp.shared_expert_gate")),
-    resize("moe_intermediate_size"),
     variant=with_stated_layers,
     with_dense=named_layers,
     sizes=replace(
@@ -99,13 +75,11 @@ QWEN2_MOE = Description(
 MIXTRAL = Description(
     "mixtral",
     _stack(Attention(), Experts(stored_linears=("w1", "w3", "w2"), stored_names={"mlp.": "block_sparse_moe."})),
-    resize("intermediate_size"),
     sizes=SIZES,
 )
 OLMOE = Description(
     "olmoe",
     _stack(Attention(q_norm="self_attn.q_norm", k_norm="self_attn.k_norm", norms_all_heads=True), Experts()),
-    resize("intermediate_size"),
     variant=by_config,
     sizes=SIZES,
 )
@@ -125,7 +99,6 @@ GRANITE_MOE = Description(
             },
         ),
     ),
-    resize("intermediate_size"),
     variant=granite_factors,
     sizes=SIZES,
 )

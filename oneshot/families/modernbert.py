@@ -9,7 +9,7 @@ from typing import Any
 
 from oneshot.architecture.carried import Carried
 from oneshot.architecture.description import Description, Sizes
-from oneshot.architecture.resizing import set_ffn_width
+from oneshot.architecture.resizing import set_width
 from oneshot.architecture.stack import Stack
 from oneshot.architecture.sublayers import FeedForward, Norm, Sublayer
 from oneshot.errors import CheckpointError
@@ -49,11 +49,9 @@ MODERNBERT = Description(
     "modernbert",
     Stack(
         (
-            Sublayer(ATTENTION, None, "attention_shortcut"),
+            Sublayer(ATTENTION),
             Sublayer(
-                FeedForward("mlp.up_proj", "mlp.Wo", "mlp.gate_proj", activation="mlp.act"),
-                Norm("mlp_norm", "layer"),
-                "ffn_shortcut",
+                FeedForward("mlp.up_proj", "mlp.Wo", "mlp.gate_proj", activation="mlp.act"), Norm("mlp_norm", "layer")
             ),
         ),
         layers="layers",
@@ -63,7 +61,7 @@ MODERNBERT = Description(
         causal=False,
         fused={"mlp.Wi": ("mlp.gate_proj", "mlp.up_proj")},
     ),
-    set_ffn_width("intermediate_size"),
+    set_width,
     check,
     variant=variant,
     head=None,

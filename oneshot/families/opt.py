@@ -12,22 +12,16 @@ from dataclasses import replace
 from typing import Any
 
 from oneshot.architecture.description import Description, Feature, Sizes
-from oneshot.architecture.resizing import FIXED_HEADS, set_ffn_width
+from oneshot.architecture.resizing import FIXED_HEADS, set_width
 from oneshot.architecture.stack import Stack
 from oneshot.architecture.sublayers import Attention, FeedForward, Norm, Sublayer
 from oneshot.errors import CheckpointError
 
 STACK = Stack(
     (
+        Sublayer(Attention(out="self_attn.out_proj", fixed_heads=True), Norm("self_attn_layer_norm", "layer")),
         Sublayer(
-            Attention(out="self_attn.out_proj", fixed_heads=True),
-            Norm("self_attn_layer_norm", "layer"),
-            "attention_shortcut",
-        ),
-        Sublayer(
-            FeedForward(up="fc1", down="fc2", gate=None, activation="activation_fn"),
-            Norm("final_layer_norm", "layer"),
-            "ffn_shortcut",
+            FeedForward(up="fc1", down="fc2", gate=None, activation="activation_fn"), Norm("final_layer_norm", "layer")
         ),
     ),
     layers="model.decoder.layers",
@@ -80,7 +74,7 @@ def variant(family: Description, config: dict[str, Any]) -> Description:
 OPT = Description(
     "opt",
     STACK,
-    set_ffn_width("ffn_dim"),
+    set_width,
     check,
     sizes=SIZES,
     like_llama=True,

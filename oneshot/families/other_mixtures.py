@@ -8,7 +8,7 @@ from oneshot.architecture.experts import Experts
 from oneshot.architecture.sublayers import Attention
 from oneshot.families.deepseek import DEEPSEEK_V3
 from oneshot.families.glm4_moe import EXPERTS, GLM4_MOE, mixture, routed
-from oneshot.families.mixtures import MIXTRAL, SIZES, resize
+from oneshot.families.mixtures import MIXTRAL, SIZES
 
 HEAD_NORMS = Attention(q_norm="self_attn.q_norm", k_norm="self_attn.k_norm")
 
@@ -25,7 +25,6 @@ GPT_OSS = Description(
     mixture(
         Experts(router="mlp.router", router_bias="mlp.router.bias", alternating=True, stored_linears=None)
     ).with_attention(Attention(sinks="self_attn.sinks")),
-    resize("intermediate_size"),
     sizes=SIZES,
 )
 # dots.llm1: DeepSeek-V3's experts with the attention of Qwen3

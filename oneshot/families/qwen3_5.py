@@ -2,15 +2,14 @@
 
 from oneshot.architecture.description import Description
 from oneshot.architecture.further import APART, PREFIX
-from oneshot.architecture.resizing import set_ffn_width
+from oneshot.architecture.resizing import set_width
 from oneshot.architecture.sublayers import FeedForward
-from oneshot.families.mixtures import resize
 from oneshot.families.qwen3_next import MIXERS, QWEN3_NEXT, stack, with_linear_attention
 
 QWEN3_5 = Description(
     "qwen3_5_text",
     stack(FeedForward()),
-    set_ffn_width("intermediate_size"),
+    set_width,
     variant=with_linear_attention,
     unused_prefixes=(PREFIX,),
     further=APART,
@@ -19,7 +18,6 @@ QWEN3_5 = Description(
 QWEN3_5_MOE = Description(
     "qwen3_5_moe_text",
     QWEN3_NEXT.stack,
-    resize("moe_intermediate_size"),
     variant=with_linear_attention,
     sizes=QWEN3_NEXT.sizes,
     unused_prefixes=(PREFIX,),

@@ -9,7 +9,7 @@ from oneshot.architecture.experts import Experts
 from oneshot.architecture.further import APART, PREFIX
 from oneshot.architecture.stack import Stack
 from oneshot.architecture.sublayers import FeedForward, Norm, Sublayer
-from oneshot.families.mixtures import QWEN2_MOE, named_layers, resize, with_stated_layers
+from oneshot.families.mixtures import QWEN2_MOE, named_layers, with_stated_layers
 
 CHUNK = 64  # tokens that the scan of transformers takes together
 GATED_ATTENTION = Carried("gated attention", "self_attn.o_proj", attends=True)
@@ -28,8 +28,8 @@ def stack(ffn: FeedForward | Experts) -> Stack:
     """Return layers with gated attention, whose norms multiply by one plus their weights."""
     return Stack(
         (
-            Sublayer(GATED_ATTENTION, None, "attention_shortcut"),
-            Sublayer(ffn, Norm("post_attention_layernorm", offset=1.0), "ffn_shortcut"),
+            Sublayer(GATED_ATTENTION),
+            Sublayer(ffn, Norm("post_attention_layernorm", offset=1.0)),
         ),
         final_norm=Norm("model.norm", offset=1.0),
     )
@@ -48,7 +48,6 @@ def variant(family: Description, config: dict[str, Any]) -> Description:
 QWEN3_NEXT = Description(
     "qwen3_next",
     stack(Experts(shared_expert="mlp.shared_expert", shared_gate="mlp.shared_expert_gate")),
-    resize("moe_intermediate_size"),
     variant=variant,
     with_dense=named_layers,
     sizes=QWEN2_MOE.sizes,

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from oneshot.architecture.description import Description
-from oneshot.architecture.resizing import FIXED_HEADS_ALONE, set_ffn_width
+from oneshot.architecture.resizing import FIXED_HEADS_ALONE, set_width
 from oneshot.errors import CheckpointError
 from oneshot.families.bert import SIZES, STACK, check
 
@@ -31,7 +31,7 @@ def _roberta(model_type: str, name: str) -> Description:
     return Description(
         model_type,
         STACK,
-        set_ffn_width("intermediate_size"),
+        set_width,
         check,
         head=None,
         masked_head="lm_head.decoder.weight",

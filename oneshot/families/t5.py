@@ -8,8 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from oneshot.architecture.description import Description, Sizes
-from oneshot.architecture.resizing import scaled_epsilon
-from oneshot.architecture.shapes import ModelShape
+from oneshot.architecture.resizing import set_sizes
 from oneshot.architecture.stack import Stack
 from oneshot.architecture.sublayers import Attention, FeedForward, Norm, Sublayer
 from oneshot.errors import CheckpointError
@@ -31,10 +30,10 @@ def _attention(module: str, *, memory: bool = False) -> Attention:
 
 
 def _stack(name: str, *, causal: bool) -> Stack:
-    sublayers = [Sublayer(_attention(SELF), Norm("layer.0.layer_norm"), "attention_shortcut")]
+    sublayers = [Sublayer(_attention(SELF), Norm("layer.0.layer_norm"))]
     if causal:
         cross = _attention(CROSS, memory=True)
-        sublayers.append(Sublayer(cross, Norm("layer.1.layer_norm"), "cross_attention_shortcut"))
+        sublayers.append(Sublayer(cross, Norm("layer.1.layer_norm")))
     last = f"layer.{len(sublayers)}"
     ffn = FeedForward(
         up=f"{last}.DenseReluDense.wi_1",
@@ -42,7 +41,7 @@ def _stack(name: str, *, causal: bool) -> Stack:
         gate=f"{last}.DenseReluDense.wi_0",
         activation=f"{last}.DenseReluDense.act",
     )
-    sublayers.append(Sublayer(ffn, Norm(f"{last}.layer_norm"), "ffn_shortcut"))
+    sublayers.append(Sublayer(ffn, Norm(f"{last}.layer_norm")))
     return Stack(
         tuple(sublayers),
         layers=f"{name}.block",
@@ -73,21 +72,10 @@ def _without_gate(stack: Stack) -> Stack:
     return replace(stack, sublayers=(*stack.sublayers[:-1], replace(stack.sublayers[-1], mixer=ffn)))
 
 
-def resize(config: dict[str, Any], shape: ModelShape) -> dict[str, Any]:
-    """Return the resized config."""
-    return config | {
-        "d_model": shape.hidden_size,
-        "d_ff": shape.intermediate_size,
-        "d_kv": shape.head_dim,
-        "num_heads": shape.num_attention_heads,
-        "layer_norm_epsilon": scaled_epsilon(config["layer_norm_epsilon"], config["d_model"], shape.hidden_size),
-    }
-
-
 T5 = Description(
     "t5",
     _stack("encoder", causal=False),
-    resize,
+    set_sizes,
     check,
     classes=("T5ForConditionalGeneration",),
     sizes=Sizes(
