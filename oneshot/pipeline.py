@@ -30,9 +30,11 @@ from oneshot.job import (
     write_outside,
     write_result,
 )
-from oneshot.planning import Profile
-from oneshot.profiling import measure_importance, refuse_existing, save_profile
+from oneshot.json_text import json_text
+from oneshot.planning import Profile, mixture_verdict
+from oneshot.profiling import RANKING, VERDICT, measure_importance, ranking_lines, refuse_existing, save_profile
 from oneshot.report.grams import gram_sentences
+from oneshot.report.mixture import verdict_record
 from oneshot.report.progress import ProgressBar, Shown, Tracker
 from oneshot.report.records import Footprint, Report
 from oneshot.run import Run, footprint_of, open_run, stages_of
@@ -167,8 +169,15 @@ def profile(config: Config, *, show_progress: Shown | Tracker = False) -> Profil
         ):
             logger.warning("%s", sentence)
         if run.machine.workers.is_main:
-            save_profile(measured, output, written=run.saved_text)
+            save_profile(measured, output, written=run.saved_text, beside=_of_mixture(run, measured))
         return measured
+
+
+def _of_mixture(run: Run, measured: Profile) -> dict[str, str]:
+    """Return the files that a profile of a mixture has for people and servers, by name; none of other models."""
+    verdict, lines = mixture_verdict(run.grid, measured), ranking_lines(measured)
+    files = {} if verdict is None else {VERDICT: json_text(verdict_record(verdict)) + "\n"}
+    return files | ({RANKING: "\n".join(lines) + "\n"} if lines else {})
 
 
 def imatrix(config: Config, *, show_progress: Shown | Tracker = False) -> Path:

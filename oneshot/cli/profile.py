@@ -1,6 +1,7 @@
 """`oneshot profile CHECKPOINT --output PROFILE`: what every size of every sublayer costs, for `--profile`."""
 
 import argparse
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -44,13 +45,19 @@ def main(argv: Sequence[str] | None = None, prog: str = "oneshot profile") -> in
     def run() -> None:
         config = parse_config(arguments, sparsity=0.0)
         begin_work(arguments)
+        from oneshot.checkpoint import output_folder
         from oneshot.pipeline import profile
-        from oneshot.report.terminal import print_profile
+        from oneshot.profiling import RANKING, VERDICT
+        from oneshot.report.terminal import print_mixture, print_profile
 
         if arguments.output is None:
             config = replace(config, output=f"{own_name(config.checkpoint)}-profile")
         measured = profile(config, show_progress=not arguments.quiet)
         if not arguments.quiet and launched_rank() == 0:
             print_profile(measured)
+            verdict = output_folder(config.output) / VERDICT
+            if verdict.is_file():
+                print_mixture(json.loads(verdict.read_bytes()))
+                print(f"The order of the experts in every layer is in {verdict.with_name(RANKING)}.")
 
     return run_command(arguments, run)

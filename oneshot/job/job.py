@@ -48,6 +48,7 @@ class Job:
         schedule: the stages. budget: the bound of the sizes.
         footprint: the predicted memory, disk and, in a dry run, time.
         divergences: which the profile predicts of each form; None without one. curve: of other sizes.
+            mixture: the profile's verdict on one (`report.mixture`); None without it.
         subspaces: the stream's, if the hidden size shrinks. embedding: tensors of a reduced embedding.
         warnings, gram_notes: remarks of the measurements; notes on Grams are of all processes.
 
@@ -62,6 +63,7 @@ class Job:
 
     divergences: dict[str, float] | None = None
     curve: dict[str, float] | None = None
+    mixture: dict[str, Any] | None = None
     subspaces: StreamSubspaces | None = None
     embedding: Tensors | None = None
     warnings: tuple[str, ...] = ()

@@ -146,6 +146,7 @@ def _report(job: Job, layers: Sequence[LayerReport], compressed: int, weights_ha
         hidden_error=None if job.subspaces is None else job.subspaces.mean_error(),
         predicted_divergence=job.divergences,
         predicted_curve=job.curve,
+        mixture=job.mixture,
         footprint=job.footprint,
         fingerprint=job.fingerprint,
         weights_hash=weights_hash,

@@ -14,12 +14,14 @@ from oneshot.planning import (
     Plan,
     make_plan,
     missed_target,
+    mixture_verdict,
     predicted_curve,
     predicted_divergences,
     profiled_damages,
     spread_hidden_sizes,
     within_loss,
 )
+from oneshot.report.mixture import verdict_record
 from oneshot.report.progress import ProgressBar
 from oneshot.run import budget_of, grid_of
 
@@ -41,11 +43,13 @@ def decide_sizes(job: Job, journal: Journal) -> None:
         job.divergences, job.curve = (
             None if one is None else numbers(one) for one in (saved["divergences"], saved["curve"])
         )
+        job.mixture = saved["mixture"]
     else:
         if schedule.plans_by_profile:
             _plan_by_profile(job, journal)
         if schedule.plans_by_profile or job.config.target.budget == "latency":
             plan = {"plan": asdict(job.plan), "divergences": job.divergences, "curve": job.curve}
+            plan["mixture"] = job.mixture
             journal.save("plan", plan)
     if schedule.plans_by_profile:
         run.watch.lap("profile")
@@ -88,6 +92,8 @@ def _plan_by_profile(job: Job, journal: Journal) -> None:
         name: grid_of(form_of(name, run.model.family), run.model, run.config.target) for name in FORMS
     }
     job.divergences = predicted_divergences(grids, job.config.method, target, plan, measured, budget)
+    verdict = mixture_verdict(run.grid, measured)
+    job.mixture = None if verdict is None else verdict_record(verdict)
     job.curve = share(0, lambda: predicted_curve(run.grid, run.method, target, sensitivity))
     if plan.embedding and run.machine.workers.is_main:
         run.tracker.step("reducing the embedding", brief=True)

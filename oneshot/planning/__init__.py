@@ -20,6 +20,7 @@ from oneshot.planning.hidden_size import groups_of_positions, spread_hidden_size
 from oneshot.planning.kept import find_kept
 from oneshot.planning.loss import STEP as LEAST_SHARE
 from oneshot.planning.loss import with_share, within_loss
+from oneshot.planning.mixture import MixtureVerdict, mixture_verdict
 from oneshot.planning.plan import LEFT_OUT, HiddenPlan, LayerPlan, Plan, dense_plan, removed_unit
 from oneshot.planning.sizes import make_plan, parameter_budget, predicted_curve, predicted_divergences, with_steps
 from oneshot.planning.unsupported import reason_against_own_sizes
@@ -34,6 +35,7 @@ __all__ = [
     "Grid",
     "HiddenPlan",
     "LayerPlan",
+    "MixtureVerdict",
     "Plan",
     "Profile",
     "ProfileOrigin",
@@ -46,6 +48,7 @@ __all__ = [
     "groups_of_positions",
     "make_plan",
     "missed_target",
+    "mixture_verdict",
     "parameter_budget",
     "predicted_curve",
     "predicted_damage",

@@ -25,6 +25,10 @@ class ProfileOrigin:
     weights: dict[str, str] = field(default_factory=dict, repr=False)
 
 
+def _unknown() -> torch.Tensor:
+    return torch.empty(0, 0, dtype=torch.float64)
+
+
 @dataclass(frozen=True)
 class Profile:
     """Error curves and sensitivities of the dense model's sublayers; float64 tensors with a row for every layer.
@@ -68,6 +72,10 @@ class Profile:
             (`embedding.range_errors`); the sum over ranges is one at rank 0; infinite for a forbidden rank.
         embedding_sensitivity: `(1,)`: the divergence if only the embedding is reduced, per unit of these errors.
         origin: the model, the text and the settings that it was measured with.
+        expert_order: `(layers, E)`: experts from the most to the least needed, and `expert_order_errors`: what is lost,
+            in the unit of `expert_errors`, if only those before each stay; zeros as there. All three are empty in
+            profiles of older versions.
+        expert_tokens: `(layers, E)`: tokens of the profile's text that every expert got.
     """
 
     ffn_errors: torch.Tensor
@@ -94,6 +102,9 @@ class Profile:
     embedding_errors: torch.Tensor
     embedding_sensitivity: torch.Tensor
     origin: ProfileOrigin
+    expert_order: torch.Tensor = field(default_factory=_unknown)
+    expert_order_errors: torch.Tensor = field(default_factory=_unknown)
+    expert_tokens: torch.Tensor = field(default_factory=_unknown)
 
     def __repr__(self) -> str:
         return f"Profile({len(self.ffn_errors)} layers, {self.origin})"

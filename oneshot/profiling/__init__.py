@@ -1,7 +1,10 @@
 """Profiles: what smaller sizes cost, measured in one dense pass; output curvature; and the latency of layers."""
 
 from oneshot.profiling.curvature import curvature_tokens, measure_curvature
+from oneshot.profiling.expert_ranking import ranking_lines
 from oneshot.profiling.files import (
+    RANKING,
+    VERDICT,
     load_profile,
     profile_hash,
     profile_origin,
@@ -19,6 +22,8 @@ from oneshot.profiling.profiler import LayerProfiler
 __all__ = [
     "IMPORTANCE_TOKENS",
     "PROBED_KINDS",
+    "RANKING",
+    "VERDICT",
     "LayerProfiler",
     "Timings",
     "curvature_tokens",
@@ -29,6 +34,7 @@ __all__ = [
     "measured_seconds",
     "profile_hash",
     "profile_origin",
+    "ranking_lines",
     "refuse_existing",
     "refuse_other",
     "save_profile",

@@ -1,7 +1,11 @@
-"""A profile on disk: `profile.safetensors` has the curves; `profile.json` has their origin and their checksum."""
+"""A profile on disk: `profile.safetensors` has the curves; `profile.json` has their origin and their checksum.
+
+Of a mixture, `mixture.json` has the verdict and `experts.jsonl` the order of the experts; nothing reads them again.
+"""
 
 import shutil
 import tempfile
+from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -15,12 +19,17 @@ from oneshot.machine.durable import DamagedFileError, checksum, flush, flush_tre
 from oneshot.planning import Profile, ProfileOrigin
 
 TENSORS, ORIGIN = "profile.safetensors", "profile.json"
+VERDICT, RANKING = "mixture.json", "experts.jsonl"
 
 
-def save_profile(profile: Profile, folder: Path, *, written: dict[str, Any] | None = None) -> None:
+def save_profile(
+    profile: Profile, folder: Path, *, written: dict[str, Any] | None = None, beside: Mapping[str, str] | None = None
+) -> None:
     """Write a profile into a new folder that appears when it is complete. Raises `OutputError`.
 
-    `written`: JSON values of the text that the model wrote for it; writing takes longer than planning from a profile.
+    Args:
+        written: JSON values of the text that the model wrote for it; writing takes longer than planning from a profile.
+        beside: the contents of other files in the folder, by their names.
     """
     refuse_existing(folder)
     tensors = {
@@ -34,6 +43,8 @@ def save_profile(profile: Profile, folder: Path, *, written: dict[str, Any] | No
         content = {"origin": asdict(profile.origin), "curves": checksum(partial / TENSORS)}
         content |= {} if written is None else {"written": written}
         write_sealed(partial / ORIGIN, content)
+        for name, text in ({} if beside is None else beside).items():
+            (partial / name).write_text(text, encoding="utf-8")
         partial.chmod(0o755)
         flush_tree(partial)
         partial.rename(folder)

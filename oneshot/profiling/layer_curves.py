@@ -23,6 +23,9 @@ class LayerCurves:
     value_errors: torch.Tensor
     rank_errors: torch.Tensor
     expert_errors: torch.Tensor
+    expert_order: torch.Tensor
+    expert_order_errors: torch.Tensor
+    expert_tokens: torch.Tensor
 
     @classmethod
     def zeros(cls, shape: ModelShape, head_units: int) -> "LayerCurves":
@@ -31,6 +34,7 @@ class LayerCurves:
         def zeros(*sizes: int) -> torch.Tensor:
             return torch.zeros(sizes, dtype=torch.float64)
 
+        num_experts = 0 if shape.experts is None else shape.experts.count
         return cls(
             ffn_errors=zeros(shape.intermediate_size + 1),
             ffn_tails=zeros(shape.intermediate_size + 1),
@@ -40,7 +44,10 @@ class LayerCurves:
             query_key_errors=zeros(shape.head_dim + 1),
             value_errors=zeros(shape.head_dim + 1),
             rank_errors=zeros(len(RANKED_KINDS), shape.hidden_size + 1),
-            expert_errors=zeros(0 if shape.experts is None else shape.experts.count + 1),
+            expert_errors=zeros(num_experts + 1 if num_experts else 0),
+            expert_order=zeros(num_experts),
+            expert_order_errors=zeros(num_experts),
+            expert_tokens=zeros(num_experts),
         )
 
 

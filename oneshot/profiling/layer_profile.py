@@ -26,7 +26,7 @@ from oneshot.linalg.interpolative import nested_errors, ordered_factor, trailing
 from oneshot.linalg.pivoted_qr import weighted_pivots
 from oneshot.machine import Machine
 from oneshot.planning.plan import RemovedUnit
-from oneshot.profiling.expert_counts import count_curve, probed_count
+from oneshot.profiling.expert_counts import count_curve, expert_order, probed_count
 from oneshot.profiling.expert_profile import NarrowerExperts, experts_task
 from oneshot.profiling.layer_curves import LayerCurves, head_tail, squared_error, weighted_norm
 from oneshot.profiling.outputs import SublayerOutput
@@ -212,7 +212,11 @@ class LayerProfile:
         """Measure what fewer experts cost, from their effects; `attended`: the stream before them."""
         experts, index = self._shape.experts, self._stack.index_of("ffn")
         assert experts is not None
-        errors = self.curves.expert_errors = count_curve(sums, experts)
+        self.curves.expert_errors, most = count_curve(sums, experts)
+        errors = self.curves.expert_errors
+        self.curves.expert_order, changes = expert_order(sums)
+        self.curves.expert_order_errors = changes / most
+        self.curves.expert_tokens = sums.tokens.cpu()
         kept = probed_count(experts)
         if kept is None:
             return

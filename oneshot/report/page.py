@@ -9,6 +9,7 @@ from jinja2 import Environment, StrictUndefined, Template
 
 from oneshot.architecture import RANKED_KINDS
 from oneshot.report.layer_table import layer_table
+from oneshot.report.mixture import COLUMNS, mixture_rows
 from oneshot.report.plots import curve_plot, errors_plot, sizes_plot
 from oneshot.report.records import LayerReport, Report
 from oneshot.report.words import NOTHING, by_kind, duration, verdict
@@ -39,6 +40,8 @@ def report_page(report: Report) -> str:
         sizes_plot=sizes_plot(report),
         errors_plot=errors_plot(report),
         curve_plot=curve_plot(report),
+        mixture_columns=COLUMNS,
+        mixture_rows=[] if report.mixture is None else mixture_rows(report.mixture),
     )
 
 

@@ -186,7 +186,7 @@ class Report:
     `evaluations`: what `oneshot evaluate` added later, the newest last. `further_parameters`: of layers that predict
     tokens after the next one, which no other number counts; None if the result has none. `stored_parameters` has those
     of the input (`dense`) and of the result (`compressed`), and of the model that an input of ours came from
-    (`original`).
+    (`original`). `mixture`: the verdict of a profile that measured narrower and fewer experts (`report.mixture`).
     """
 
     config: dict[str, Any]
@@ -215,6 +215,7 @@ class Report:
     check: Check | None = None
     evaluations: tuple[Comparison, ...] = ()
     further_parameters: dict[str, int] | None = None
+    mixture: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the record as plain JSON values."""

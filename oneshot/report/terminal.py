@@ -12,6 +12,7 @@ from oneshot.architecture import RANKED_KINDS
 from oneshot.errors import printable
 from oneshot.planning import Profile
 from oneshot.report.layer_table import layer_table
+from oneshot.report.mixture import COLUMNS, mixture_rows
 from oneshot.report.records import Footprint, Report, SublayerReport, grouped_experts
 from oneshot.report.words import OPENED, duration
 
@@ -210,6 +211,18 @@ def print_profile(profile: Profile) -> None:
             ),
         )
     open_console().print(table)
+
+
+def print_mixture(record: dict[str, Any]) -> None:
+    """Print the verdict on a mixture (`report.mixture`)."""
+    console = open_console()
+    if record["sizes"]:
+        table = _table(*COLUMNS, title="verdict: fewer beside narrower experts, at the same stored size (predicted)")
+        for row in mixture_rows(record):
+            table.add_row(*row)
+        console.print(table)
+    for sentence in record["sentences"]:
+        console.print(sentence, markup=False, highlight=False)
 
 
 def _width(errors: torch.Tensor) -> int:

@@ -38,7 +38,7 @@ def test_a_curve_has_the_effects_of_the_sets_that_go(seed: int, count: int, rank
     rows = torch.randn(count, rank, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     sums = ExpertSums(count)
     sums.effects, sums.peaks = rows @ rows.T, torch.ones(count)
-    curve, counts = count_curve(sums, experts), expert_counts(experts)
+    (curve, most), counts = count_curve(sums, experts), expert_counts(experts)
     assert curve.shape == (count + 1,)
     assert float(curve[counts[0]]) == 1
     assert (curve[: counts[0]] == 1).all()
@@ -53,6 +53,7 @@ def test_a_curve_has_the_effects_of_the_sets_that_go(seed: int, count: int, rank
 
     changes = np.maximum.accumulate([change(kept) for kept in counts[::-1]])[::-1]
     np.testing.assert_allclose(curve[counts].numpy(), changes / changes[0], rtol=1e-9, atol=1e-12)
+    assert most == pytest.approx(changes[0], rel=1e-9)
     if count == 5:
         smallest = float(sums.effects.diagonal().min())
         assert float(curve[count - 1]) == pytest.approx(smallest / changes[0], abs=1e-12)
@@ -91,7 +92,7 @@ def test_the_sensitivity_equals_the_divergence_of_the_whole_model(
         assert effects is not None
         assert sums.statistics(machine.workers) is None, "only whole experts are measured"
         torch.testing.assert_close(
-            found.expert_errors[number], count_curve(effects, model.shape.experts), rtol=1e-4, atol=1e-6
+            found.expert_errors[number], count_curve(effects, model.shape.experts)[0], rtol=1e-4, atol=1e-6
         )
         kept_count = probed_count(model.shape.experts)
         assert kept_count is not None
