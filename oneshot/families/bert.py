@@ -42,13 +42,7 @@ STACK = Stack(
     causal=False,
 )
 SIZES = Sizes(num_key_value_heads=None, head_dim=None, norm_epsilon="layer_norm_eps")
-CLASSES = (
-    "BertModel",
-    "BertForMaskedLM",
-    "BertForSequenceClassification",
-    "BertForQuestionAnswering",
-    "BertForTokenClassification",
-)
+KINDS = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForQuestionAnswering", "ForTokenClassification")
 
 
 def check(config: dict[str, Any]) -> None:
@@ -69,7 +63,7 @@ BERT = Description(
     check,
     head=None,
     masked_head="cls.predictions.decoder.weight",
-    classes=CLASSES,
+    classes=tuple(f"Bert{kind}" for kind in KINDS),
     prefix="bert",
     sizes=SIZES,
     like_llama=True,

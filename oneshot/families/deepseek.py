@@ -9,7 +9,8 @@ from oneshot.architecture.resizing import set_width
 from oneshot.architecture.stack import Stack
 from oneshot.architecture.sublayers import Attention
 from oneshot.errors import CheckpointError
-from oneshot.families.glm4_moe import EXPERTS, SIZES, dense_first, mixture, routed
+from oneshot.families.glm4_moe import EXPERTS, SIZES, dense_first, routed
+from oneshot.families.llama import STACK
 
 CHOICES = ("greedy", "group_limited_greedy")  # of experts in V2
 DEEPSEEK_SIZES = replace(SIZES, head_dim="v_head_dim")
@@ -34,15 +35,13 @@ def variant_of_v2(family: Description, config: dict[str, Any]) -> Description:
 
 
 def _with_attention(stack: Stack, queries: str) -> Stack:
-    first, *others = stack.sublayers
     latent = "self_attn.kv_a_proj_with_mqa"
-    attention = Attention(q=f"self_attn.{queries}", k=latent, v=latent, latent=True)
-    return replace(stack, sublayers=(replace(first, mixer=attention), *others))
+    return stack.with_attention(Attention(q=f"self_attn.{queries}", k=latent, v=latent, latent=True))
 
 
 DEEPSEEK_V3 = Description(
     "deepseek_v3",
-    _with_attention(mixture(EXPERTS), "q_a_proj"),
+    _with_attention(STACK.with_experts(EXPERTS), "q_a_proj"),
     set_width,  # its attention stays
     variant=variant,
     sizes=DEEPSEEK_SIZES,
@@ -51,7 +50,7 @@ DEEPSEEK_V3 = Description(
 )
 DEEPSEEK_V2 = Description(
     "deepseek_v2",
-    _with_attention(mixture(replace(EXPERTS, scores="softmax", chosen_by=None)), "q_a_proj"),
+    _with_attention(STACK.with_experts(replace(EXPERTS, scores="softmax", chosen_by=None)), "q_a_proj"),
     set_width,  # its attention stays
     variant=variant_of_v2,
     sizes=DEEPSEEK_SIZES,

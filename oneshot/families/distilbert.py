@@ -4,6 +4,7 @@ from oneshot.architecture.description import Description, Sizes
 from oneshot.architecture.resizing import FIXED_HEADS, set_width
 from oneshot.architecture.stack import Stack
 from oneshot.architecture.sublayers import Attention, FeedForward, Norm, Sublayer
+from oneshot.families.bert import KINDS
 
 STACK = Stack(
     (
@@ -40,22 +41,13 @@ SIZES = Sizes(
     head_dim=None,
     norm_epsilon=None,  # 1e-12 in the code
 )
-CLASSES = (
-    "DistilBertModel",
-    "DistilBertForMaskedLM",
-    "DistilBertForSequenceClassification",
-    "DistilBertForQuestionAnswering",
-    "DistilBertForTokenClassification",
-)
-
-
 DISTILBERT = Description(
     "distilbert",
     STACK,
     set_width,
     head=None,
     masked_head="vocab_projector.weight",
-    classes=CLASSES,
+    classes=tuple(f"DistilBert{kind}" for kind in KINDS),
     prefix="distilbert",
     sizes=SIZES,
     like_llama=True,

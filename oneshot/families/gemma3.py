@@ -1,4 +1,7 @@
-"""Gemma 3 for text: norms before the mixers and inside the branches, windows in most layers, a scaled embedding."""
+"""Gemma 3 for text: norms before the mixers and inside the branches, windows in most layers, a scaled embedding.
+
+Gemma 2 has no norms of queries and keys; logits and scores are bounded by a hyperbolic tangent.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -27,6 +30,9 @@ STACK = Stack(
 )
 
 
+HEAD_CAP = 30.0  # transformers' default, of Gemma 2
+
+
 def check(config: dict[str, Any]) -> None:
     """Refuse models whose tokens also see later ones, as those that make embeddings of texts."""
     if config.get("use_bidirectional_attention"):
@@ -44,4 +50,10 @@ GEMMA3 = Description(
     set_sizes,
     check,
     variant=variant,
+)
+GEMMA2 = Description(
+    "gemma2",
+    STACK.with_attention(Attention()),
+    set_sizes,
+    variant=lambda family, config: variant(family, {"final_logit_softcapping": HEAD_CAP} | config),
 )

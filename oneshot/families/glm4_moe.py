@@ -12,9 +12,8 @@ from oneshot.architecture.description import Description, Sizes
 from oneshot.architecture.experts import Experts
 from oneshot.architecture.features import Feature
 from oneshot.architecture.further import BEHIND
-from oneshot.architecture.stack import Stack
-from oneshot.architecture.sublayers import Attention, FeedForward
 from oneshot.families.llama import STACK
+from oneshot.families.llamas import HEAD_NORMS
 from oneshot.families.mixtures import number_of_layers
 
 IN_GROUPS = (
@@ -60,21 +59,12 @@ def variant(family: Description, config: dict[str, Any]) -> Description:
     known = routed(family, config)
     if not config.get("use_qk_norm"):
         return known
-    first, *others = known.stack.sublayers
-    first = replace(first, mixer=Attention(q_norm="self_attn.q_norm", k_norm="self_attn.k_norm"))
-    return replace(known, stack=replace(known.stack, sublayers=(first, *others)))
-
-
-def mixture(experts: Experts) -> Stack:
-    """Return Llama's stack with experts in place of its FFN."""
-    first, second = STACK.sublayers
-    assert isinstance(second.mixer, FeedForward)
-    return replace(STACK, sublayers=(first, replace(second, mixer=experts)))
+    return replace(known, stack=known.stack.with_attention(HEAD_NORMS))
 
 
 GLM4_MOE = Description(
     "glm4_moe",
-    mixture(EXPERTS),
+    STACK.with_experts(EXPERTS),
     variant=variant,
     sizes=SIZES,
     with_dense=dense_first,

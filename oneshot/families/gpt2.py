@@ -66,11 +66,7 @@ GPT2 = Description(
 GPT_BIGCODE = replace(
     GPT2,
     model_type="gpt_bigcode",
-    stack=replace(
-        STACK,
-        sublayers=(replace(STACK.sublayers[0], mixer=replace(_ATTENTION, one_group=True)), STACK.sublayers[1]),
-        transposed=(),
-    ),
+    stack=replace(STACK.with_attention(replace(_ATTENTION, one_group=True)), transposed=()),
     check=check_big_code,
     unsupported={"heads": FIXED_HEADS_ALONE.format("gpt_bigcode")},
 )

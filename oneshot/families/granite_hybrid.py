@@ -36,11 +36,7 @@ def variant(family: Description, config: dict[str, Any]) -> Description:
 
 GRANITE_HYBRID = Description(
     "granitemoehybrid",
-    replace(
-        STACK,
-        sublayers=(STACK.sublayers[0], replace(STACK.sublayers[1], mixer=FFN)),
-        fused={"shared_mlp.input_linear": ("shared_mlp.gate_proj", "shared_mlp.up_proj")},
-    ),
+    replace(STACK.with_ffn(FFN), fused={"shared_mlp.input_linear": ("shared_mlp.gate_proj", "shared_mlp.up_proj")}),
     variant=variant,
     sizes=Sizes(intermediate_size=WIDTH),
     # the first two are how older files call them

@@ -7,7 +7,6 @@ from typing import Any
 from oneshot.architecture.carried import carried_layers
 from oneshot.architecture.description import Description, Sizes
 from oneshot.architecture.experts import Experts
-from oneshot.architecture.sublayers import Norm, Sublayer
 from oneshot.families.lfm2 import FFN, LFM2, STACK
 from oneshot.families.mixtures import number_of_layers
 
@@ -46,7 +45,7 @@ def dense_first(flags: Sequence[bool]) -> dict[str, Any]:
 
 LFM2_MOE = Description(
     "lfm2_moe",
-    replace(STACK, sublayers=(STACK.sublayers[0], Sublayer(EXPERTS, Norm("ffn_norm"))), dense_ffn=FFN),
+    replace(STACK.with_experts(EXPERTS), dense_ffn=FFN),
     variant=variant,
     with_dense=dense_first,
     sizes=Sizes(

@@ -6,11 +6,9 @@ from typing import Any
 
 from oneshot.architecture.description import Description, Sizes
 from oneshot.architecture.experts import Experts
-from oneshot.architecture.stack import Stack
-from oneshot.architecture.sublayers import Attention
 from oneshot.errors import CheckpointError
 from oneshot.families.llama import STACK
-from oneshot.families.llamas import granite_factors
+from oneshot.families.llamas import HEAD_NORMS, granite_factors
 
 MOST_LAYERS = 10_000
 SIZES = Sizes(num_experts=("num_experts", "num_local_experts"), experts_per_token="num_experts_per_tok")
@@ -48,21 +46,16 @@ def named_layers(flags: Sequence[bool]) -> dict[str, Any]:
     return {"decoder_sparse_step": 1, "mlp_only_layers": [number for number, is_dense in enumerate(flags) if is_dense]}
 
 
-def _stack(attention: Attention, experts: Experts) -> Stack:
-    first, second = STACK.sublayers
-    return replace(STACK, sublayers=(replace(first, mixer=attention), replace(second, mixer=experts)))
-
-
 QWEN3_MOE = Description(
     "qwen3_moe",
-    _stack(Attention(q_norm="self_attn.q_norm", k_norm="self_attn.k_norm"), Experts()),
+    STACK.with_attention(HEAD_NORMS).with_experts(Experts()),
     variant=with_stated_layers,
     with_dense=named_layers,
     sizes=replace(SIZES, intermediate_size="moe_intermediate_size", dense_width="intermediate_size"),
 )
 QWEN2_MOE = Description(
     "qwen2_moe",
-    _stack(Attention(), Experts(shared_expert="mlp.shared_expert", shared_gate="mlp.shared_expert_gate")),
+    STACK.with_experts(Experts(shared_expert="mlp.shared_expert", shared_gate="mlp.shared_expert_gate")),
     variant=with_stated_layers,
     with_dense=named_layers,
     sizes=replace(
@@ -74,19 +67,18 @@ QWEN2_MOE = Description(
 )
 MIXTRAL = Description(
     "mixtral",
-    _stack(Attention(), Experts(stored_linears=("w1", "w3", "w2"), stored_names={"mlp.": "block_sparse_moe."})),
+    STACK.with_experts(Experts(stored_linears=("w1", "w3", "w2"), stored_names={"mlp.": "block_sparse_moe."})),
     sizes=SIZES,
 )
 OLMOE = Description(
     "olmoe",
-    _stack(Attention(q_norm="self_attn.q_norm", k_norm="self_attn.k_norm", norms_all_heads=True), Experts()),
+    STACK.with_attention(replace(HEAD_NORMS, norms_all_heads=True)).with_experts(Experts()),
     variant=by_config,
     sizes=SIZES,
 )
 GRANITE_MOE = Description(
     "granitemoe",
-    _stack(
-        Attention(),
+    STACK.with_experts(
         Experts(
             module="block_sparse_moe",
             router="block_sparse_moe.router",

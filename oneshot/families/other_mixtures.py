@@ -1,5 +1,6 @@
 """Mixtures of experts that differ from another one in a few lines, in one table."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -7,10 +8,11 @@ from oneshot.architecture.description import Description
 from oneshot.architecture.experts import Experts
 from oneshot.architecture.sublayers import Attention
 from oneshot.families.deepseek import DEEPSEEK_V3
-from oneshot.families.glm4_moe import EXPERTS, GLM4_MOE, mixture, routed
-from oneshot.families.mixtures import MIXTRAL, SIZES
-
-HEAD_NORMS = Attention(q_norm="self_attn.q_norm", k_norm="self_attn.k_norm")
+from oneshot.families.deepseek import variant as deepseek_variant
+from oneshot.families.glm4_moe import EXPERTS, GLM4_MOE, routed
+from oneshot.families.llama import STACK
+from oneshot.families.llamas import HEAD_NORMS
+from oneshot.families.mixtures import MIXTRAL, SIZES, number_of_layers
 
 
 def without_dense_layers(family: Description, config: dict[str, Any]) -> Description:
@@ -18,13 +20,29 @@ def without_dense_layers(family: Description, config: dict[str, Any]) -> Descrip
     return routed(family, config | {"first_k_dense_replace": 0})
 
 
+SPARSE, DENSE = "sparse", "dense"
+
+
+def with_stated_layers(family: Description, config: dict[str, Any]) -> Description:
+    """Return the family with the queries and gates that a config states, and its dense layers: by default the first."""
+    stated = config.get("mlp_layer_types")
+    types = stated if isinstance(stated, list) else [DENSE]
+    dense = (number for number, one in enumerate(types[: number_of_layers(config)]) if one != SPARSE)
+    return replace(deepseek_variant(family, config), dense_layers=tuple(dense))
+
+
+def named_layers(flags: Sequence[bool]) -> dict[str, Any]:
+    """Return what a config states of layers that are dense where the flags say so."""
+    return {"mlp_layer_types": [DENSE if is_dense else SPARSE for is_dense in flags]}
+
+
 # experts with biases and a clamped activation, whose gates and ups are in turns in the stock class and whose matrices
 # are (inputs, outputs); attention with a sink for every head; only dequantised weights are read
 GPT_OSS = Description(
     "gpt_oss",
-    mixture(
+    STACK.with_attention(Attention(sinks="self_attn.sinks")).with_experts(
         Experts(router="mlp.router", router_bias="mlp.router.bias", alternating=True, stored_linears=None)
-    ).with_attention(Attention(sinks="self_attn.sinks")),
+    ),
     sizes=SIZES,
 )
 # dots.llm1: DeepSeek-V3's experts with the attention of Qwen3
@@ -54,3 +72,5 @@ MISTRAL4 = replace(
     stack=DEEPSEEK_V3.stack.with_experts(replace(EXPERTS, scores="softmax", chosen_by=None)),
     further=None,
 )
+# GLM-4.7-Flash: GLM-4-MoE's experts with DeepSeek's attention; the config names the layers that have experts
+GLM4_MOE_LITE = replace(DEEPSEEK_V3, model_type="glm4_moe_lite", variant=with_stated_layers, with_dense=named_layers)

@@ -1,4 +1,7 @@
-"""Qwen3-Next: gated linear attention in most layers and gated attention in the others, both carried, before experts."""
+"""Qwen3-Next: gated linear attention in most layers and gated attention in the others, both carried, before experts.
+
+Qwen3.5 has the same mixers before one FFN or experts.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -7,6 +10,7 @@ from oneshot.architecture.carried import Carried, carried_layers
 from oneshot.architecture.description import Description
 from oneshot.architecture.experts import Experts
 from oneshot.architecture.further import APART, PREFIX
+from oneshot.architecture.resizing import set_width
 from oneshot.architecture.stack import Stack
 from oneshot.architecture.sublayers import FeedForward, Norm, Sublayer
 from oneshot.families.mixtures import QWEN2_MOE, named_layers, with_stated_layers
@@ -51,6 +55,24 @@ QWEN3_NEXT = Description(
     variant=variant,
     with_dense=named_layers,
     sizes=QWEN2_MOE.sizes,
+    unused_prefixes=(PREFIX,),
+    further=APART,
+    mixers=MIXERS,
+)
+QWEN3_5 = Description(
+    "qwen3_5_text",
+    stack(FeedForward()),
+    set_width,
+    variant=with_linear_attention,
+    unused_prefixes=(PREFIX,),
+    further=APART,
+    mixers=MIXERS,
+)
+QWEN3_5_MOE = Description(
+    "qwen3_5_moe_text",
+    QWEN3_NEXT.stack,
+    variant=with_linear_attention,
+    sizes=QWEN3_NEXT.sizes,
     unused_prefixes=(PREFIX,),
     further=APART,
     mixers=MIXERS,

@@ -4,84 +4,56 @@ from typing import Any
 
 from oneshot.architecture.description import Description, stated_class
 from oneshot.errors import CheckpointError
+from oneshot.families import layer_norms, llamas, mixtures, other_mixtures, roberta
 from oneshot.families.bert import BERT
 from oneshot.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from oneshot.families.distilbert import DISTILBERT
 from oneshot.families.falcon import FALCON
 from oneshot.families.falcon_h1 import FALCON_H1
-from oneshot.families.gemma2 import GEMMA2
-from oneshot.families.gemma3 import GEMMA3
+from oneshot.families.gemma3 import GEMMA2, GEMMA3
 from oneshot.families.gemma4 import GEMMA4
 from oneshot.families.glm4_moe import GLM4_MOE
-from oneshot.families.glm4_moe_lite import GLM4_MOE_LITE
 from oneshot.families.gpt2 import GPT2, GPT_BIGCODE
 from oneshot.families.gpt_neox import GPT_NEOX
 from oneshot.families.granite_hybrid import GRANITE_HYBRID
-from oneshot.families.layer_norms import COHERE, COHERE2, NEMOTRON, PHI, STABLELM, STARCODER2
 from oneshot.families.lfm2 import LFM2
 from oneshot.families.lfm2_moe import LFM2_MOE
 from oneshot.families.llama import LLAMA
-from oneshot.families.llamas import (
-    ARCEE,
-    CWM,
-    ERNIE4_5,
-    EXAONE4,
-    GEMMA,
-    GLM,
-    GLM4,
-    GRANITE,
-    HELIUM,
-    HUNYUAN,
-    MINISTRAL,
-    MINISTRAL3,
-    MISTRAL,
-    OLMO2,
-    OLMO3,
-    PHI3,
-    QWEN2,
-    QWEN3,
-    SEED_OSS,
-    SMOLLM3,
-)
-from oneshot.families.mixtures import GRANITE_MOE, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
 from oneshot.families.modernbert import MODERNBERT
 from oneshot.families.opt import OPT
-from oneshot.families.other_mixtures import DOTS1, GPT_OSS, MINIMAX_M2, SOLAR_OPEN
-from oneshot.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
-from oneshot.families.qwen3_next import QWEN3_NEXT
+from oneshot.families.qwen3_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from oneshot.families.refusals import UnknownFamilyError, refuse_recurrent
-from oneshot.families.roberta import CAMEMBERT, ELECTRA, ROBERTA, XLM_ROBERTA
 from oneshot.families.t5 import MT5, T5
 from oneshot.families.wrappers import ONLY_INSIDE, OTHER_NAMES, WRAPPERS, text_of, within_wrapper
 
 DESCRIPTIONS = (
     LLAMA,
-    MISTRAL,
-    QWEN2,
-    QWEN3,
-    PHI3,
-    GEMMA,
+    llamas.MISTRAL,
+    llamas.QWEN2,
+    llamas.QWEN3,
+    llamas.PHI3,
+    llamas.GEMMA,
     GEMMA2,
     GEMMA3,
     GEMMA4,
-    ARCEE,
-    COHERE,
-    COHERE2,
-    CWM,
-    ERNIE4_5,
-    EXAONE4,
+    llamas.ARCEE,
+    layer_norms.COHERE,
+    layer_norms.COHERE2,
+    llamas.CWM,
+    llamas.ERNIE4_5,
+    llamas.EXAONE4,
     FALCON,
-    GLM,
-    GLM4,
+    llamas.GLM,
+    llamas.GLM4,
     GPT2,
     GPT_BIGCODE,
     GPT_NEOX,
-    GRANITE,
-    HELIUM,
-    HUNYUAN,
-    MINISTRAL,
-    MINISTRAL3,
-    NEMOTRON,
+    llamas.GRANITE,
+    llamas.HELIUM,
+    llamas.HUNYUAN,
+    llamas.MINISTRAL,
+    llamas.MINISTRAL3,
+    layer_norms.NEMOTRON,
     FALCON_H1,
     GRANITE_HYBRID,
     LFM2,
@@ -89,33 +61,33 @@ DESCRIPTIONS = (
     QWEN3_5,
     QWEN3_5_MOE,
     QWEN3_NEXT,
-    OLMO2,
-    OLMO3,
-    SEED_OSS,
-    SMOLLM3,
-    STABLELM,
-    STARCODER2,
-    QWEN3_MOE,
-    QWEN2_MOE,
-    MIXTRAL,
-    OLMOE,
-    GRANITE_MOE,
+    llamas.OLMO2,
+    llamas.OLMO3,
+    llamas.SEED_OSS,
+    llamas.SMOLLM3,
+    layer_norms.STABLELM,
+    layer_norms.STARCODER2,
+    mixtures.QWEN3_MOE,
+    mixtures.QWEN2_MOE,
+    mixtures.MIXTRAL,
+    mixtures.OLMOE,
+    mixtures.GRANITE_MOE,
     GLM4_MOE,
     DEEPSEEK_V2,
     DEEPSEEK_V3,
-    GPT_OSS,
-    GLM4_MOE_LITE,
-    MINIMAX_M2,
-    DOTS1,
-    SOLAR_OPEN,
-    PHI,
+    other_mixtures.GPT_OSS,
+    other_mixtures.GLM4_MOE_LITE,
+    other_mixtures.MINIMAX_M2,
+    other_mixtures.DOTS1,
+    other_mixtures.SOLAR_OPEN,
+    layer_norms.PHI,
     OPT,
     BERT,
     DISTILBERT,
-    ROBERTA,
-    XLM_ROBERTA,
-    CAMEMBERT,
-    ELECTRA,
+    roberta.ROBERTA,
+    roberta.XLM_ROBERTA,
+    roberta.CAMEMBERT,
+    roberta.ELECTRA,
     MODERNBERT,
     T5,
     MT5,

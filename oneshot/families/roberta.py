@@ -6,9 +6,7 @@ from typing import Any
 from oneshot.architecture.description import Description
 from oneshot.architecture.resizing import FIXED_HEADS_ALONE, set_width
 from oneshot.errors import CheckpointError
-from oneshot.families.bert import SIZES, STACK, check
-
-KINDS = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForQuestionAnswering", "ForTokenClassification")
+from oneshot.families.bert import KINDS, SIZES, STACK, check
 
 
 def variant(family: Description, config: dict[str, Any]) -> Description:

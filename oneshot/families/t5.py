@@ -69,7 +69,7 @@ def variant(family: Description, config: dict[str, Any]) -> Description:
 
 def _without_gate(stack: Stack) -> Stack:
     ffn = replace(stack.ffn, gate=None, up=stack.ffn.up.replace("wi_1", "wi"))
-    return replace(stack, sublayers=(*stack.sublayers[:-1], replace(stack.sublayers[-1], mixer=ffn)))
+    return stack.with_ffn(ffn)
 
 
 T5 = Description(

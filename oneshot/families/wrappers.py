@@ -17,7 +17,7 @@ from oneshot.families.lfm2 import LFM2
 from oneshot.families.llama import LLAMA
 from oneshot.families.llamas import GLM4, MISTRAL, QWEN2, QWEN3
 from oneshot.families.other_mixtures import MISTRAL4
-from oneshot.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
+from oneshot.families.qwen3_next import QWEN3_5, QWEN3_5_MOE
 
 # what the text models of wrappers are called if that is not the name of their family
 OTHER_NAMES = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3", "glm4v_text": "glm4"}
