@@ -7,11 +7,9 @@ from typing import Final, Literal
 from oneshot.errors import ConfigError
 from oneshot.fields import check_minimum, check_values, display
 
-SelectorName = Literal[
-    "id", "obs", "leverage", "activation-norm", "wanda", "flap", "tcsp-score", "magnitude", "random", "none"
-]
+SelectorName = Literal["id", "obs", "activation-norm", "wanda", "flap", "tcsp-score", "magnitude", "random", "none"]
 Experts = Literal["effects", "frequency", "reap", "man", "energy", "random", "none"]
-Hidden = Literal["pca", "coordinates", "random", "none"]
+Hidden = Literal["pca", "none"]
 Embedding = Literal["auto", "low-rank", "none"]
 HeadUnit = Literal["auto", "query-head", "kv-group"]
 Correction = Literal["none", "bias", "same-layer", "two-stream"]
@@ -25,8 +23,7 @@ OutputCurvature = Literal["auto", "fisher", "none"]
 ExpertCounts = Literal["auto", "equal", "sensitivity"]
 TokenWeighting = Literal["unit", "raw"]
 ResidualTarget = Literal["stream", "sublayer"]
-PivotWeights = Literal["output", "none"]
-HeadsCorrection = Literal["own", "two-stream", "head-level"]
+HeadsCorrection = Literal["own", "two-stream"]
 ValueFeatures = Literal["heads", "values"]
 ValueWeights = Literal["output", "none"]
 
@@ -46,8 +43,7 @@ class Method:
         experts: selector of whole experts of a mixture: the set with the least joint `effects` on the output, a score,
             or none.
         head_unit: what is removed together: a whole KV group, or a query head of every group.
-        hidden: `pca` projects the residual stream (TCSP section 4; SP3 appendix F.1). `coordinates` keeps its
-            coordinates of most energy (SP3 table 3); `random` projects to random directions (TCSP table 5).
+        hidden: `pca` projects the residual stream (TCSP section 4; SP3 appendix F.1).
         group_size: sublayers that share a projection, 0 for one projection in the whole model.
         shared_weight: weight of all other sublayers' statistics in a group's projection.
         token_weighting: in that projection tokens count equally (`unit`) or by their energy (`raw`).
@@ -57,14 +53,12 @@ class Method:
             dense `sublayer` adds to its own input (STAT section 3.1).
         residual_weight: share of the residual towards that target, beyond the layer's own output.
         heads_correction: what corrects the output linear of attention: its `own` layer's dense output, or as if heads
-            were neurons, the dense stream (`two-stream`, STAT section 3.2, step 2b); or whole heads by one number for
-            each pair of heads (`head-level`, STAT figure 3b).
+            were neurons, the dense stream (`two-stream`, STAT section 3.2, step 2b).
         damping: ridge in units of the Gram's mean diagonal, or `auto`: least error on a held-out eighth of the text.
         expert_damping: `damping` of the experts of a mixture (docs/results.md).
         expert_residual_weight: `residual_weight` of the experts of a mixture.
         up_steps: steps of conjugate gradients that also correct `up_proj`.
         pivoting: how `id` orders neurons: `cholesky` of the Gram, `qr` of the sketch, `grouped` or `tournament`.
-        pivot_weights: weights of columns in `id`: norms of the `output` linear's columns (STAT A.3), or `none`.
         pivot_group_size: columns in a group of `grouped` or `tournament` pivots.
         sketch: the sketch that replaces the exact Gram for neuron pivots.
         sketch_size: rows of the sketch, 0 for twice the FFN width.
@@ -107,7 +101,6 @@ class Method:
     expert_residual_weight: float = 1.0
     up_steps: int = 0
     pivoting: Pivoting = "cholesky"
-    pivot_weights: PivotWeights = "output"
     pivot_group_size: int = 512
     sketch: Sketch = "none"
     sketch_size: int = 0
@@ -161,17 +154,12 @@ class Method:
             raise ConfigError("--up-steps follows the dense stream; set residual_target=stream, or leave it out.")
         if self.heads_correction == "two-stream" and not self.follows_dense:
             raise ConfigError("--set heads_correction=two-stream needs correction=two-stream; leave it out.")
-        if self.heads_correction == "head-level" and (not self.solves or self.hidden != "none" or self.holds_out):
-            raise ConfigError(
-                "--set heads_correction=head-level needs least squares as correction, hidden=none and a number as "
-                "damping; leave it out."
-            )
         if self.embedding == "low-rank" and (self.hidden != "none" or self.allocation not in ("auto", "sensitivity")):
             raise ConfigError("--set embedding=low-rank needs hidden=none and allocation=sensitivity; leave it out.")
         if self.weighs_output and not self.may_weigh_output:
             raise ConfigError(
                 f"--set curvature={self.curvature} chooses neurons by pivots of the exact Gram (ffn=id, "
-                "sketch=none, pivot_weights=output, hidden=none); leave it out."
+                "sketch=none, hidden=none); leave it out."
             )
         if self.only_slices and self.allocation not in ("auto", "uniform", "error"):
             raise ConfigError(
@@ -244,7 +232,7 @@ class Method:
     @property
     def may_weigh_output(self) -> bool:
         """Return whether output curvature can weigh what is chosen: neurons by pivots of the exact Gram."""
-        return self.ffn == "id" and self.sketch == "none" and self.pivot_weights == "output" and not self.slices
+        return self.ffn == "id" and self.sketch == "none" and not self.slices
 
     @property
     def weighs_output(self) -> bool:

@@ -38,7 +38,7 @@ RUNS: dict[str, tuple[dict[str, Any], set[str]]] = {
     ),
     "stock": ({"heads": "id", "up_steps": 2, "damping": 1e-6}, {KEPT}),
     "nemotron-nas": ({"form": "nemotron-nas", "dtype": "bfloat16"}, {CURVES}),
-    "gguf": ({"form": "gguf", "ffn": "leverage", "dtype": "bfloat16"}, {CURVES}),
+    "gguf": ({"form": "gguf", "ffn": "wanda", "dtype": "bfloat16"}, {CURVES}),
     "stat": ({"recipe": "stat", "form": "per-layer"}, {KEPT}),
     "tcsp": ({"recipe": "tcsp", "correction": "two-stream", "damping": 1e-6, "dtype": "bfloat16"}, {KEPT}),
     "group-pca": ({"recipe": "group-pca", "shared_weight": 0.1}, set()),

@@ -6,14 +6,13 @@ import pytest
 from factories import MakeCheckpoint, MakeConfig
 
 from oneshot.compression.expert_scores import EXPERT_SCORES, ExpertSelector
-from oneshot.compression.measuring import NONZEROS
-from oneshot.compression.subspaces import DIRECTIONS
+from oneshot.compression.one_writer import NONZEROS
 from oneshot.config import FormName
 from oneshot.errors import ConfigError
 from oneshot.export.forms import FORMS, STATED_SHAPES
 from oneshot.export.own_classes import OWN_CLASSES
 from oneshot.families.refusals import COMPRESSED
-from oneshot.method import Allocation, Experts, Hidden, SelectorName, Sketch
+from oneshot.method import Allocation, Experts, SelectorName, Sketch
 from oneshot.pipeline import predict
 from oneshot.planning.damages import ALLOCATIONS
 from oneshot.selection import SELECTORS, needs_of
@@ -26,12 +25,11 @@ from oneshot.selection.selector import Need
         (SelectorName, SELECTORS, {"none"}),
         (Experts, EXPERT_SCORES, {"none"}),
         (ExpertSelector, EXPERT_SCORES, set()),
-        (Hidden, DIRECTIONS, {"none"}),
         (Sketch, NONZEROS, {"none"}),
         (Allocation, ALLOCATIONS, {"auto", "uniform"}),
         (FormName, FORMS, set()),
     ],
-    ids=["selector", "experts", "expert selector", "hidden", "sketch", "allocation", "form"],
+    ids=["selector", "experts", "expert selector", "sketch", "allocation", "form"],
 )
 def test_every_word_has_an_entry(words: Any, table: dict[str, Any], others: set[str]) -> None:
     assert set(get_args(words)) == table.keys() | others

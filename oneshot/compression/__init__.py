@@ -1,7 +1,7 @@
 """Compressing layers: statistics, selection, correction and folding, and the subspaces and ranks around them.
 
-`layer.LayerCompressor` is the order. `ways` has the way through each type of mixer: the steps of `steps`, then
-`measuring`, `solving` and `fold`, or `experts`. A `sublayer.SublayerTask` has the sizes, `tasks` a class for each type.
+`layer.LayerCompressor` is the order. For each type of mixer a `sublayer.SublayerTask` has the sizes, and the methods
+that measure, choose, correct and fold: `one_writer` and `tasks` for attention and an FFN, `experts` for a mixture.
 """
 
 from oneshot.compression.correction import Factors

@@ -92,41 +92,6 @@ def correct(
     return _with_error(solved, dense, statistics, root)
 
 
-def correct_heads(
-    weight: torch.Tensor, kept_columns: torch.Tensor, statistics: Statistics, *, head_dim: int, damping: float
-) -> Factors:
-    """Return the linear over whole kept heads, corrected by one number for each pair of heads.
-
-    The interpolation matrix is `T ⊗ I` with `T (k, H − k)` of `Z_i ≈ Σ_j T_ji Z_j` over heads as long columns (tokens ×
-    head size), as their own pivoted QR gives it. STAT figure 3b has it as an ablation of the dense correction.
-
-    Args:
-        weight: `(d, H · head_dim)`, with the bias as last column if `statistics` has a constant column.
-        kept_columns: ascending columns of whole heads, and the bias.
-    """
-    num_heads = weight.shape[1] // head_dim
-    width = num_heads * head_dim
-    blocks = statistics.gram[:width, :width].double().view(num_heads, head_dim, num_heads, head_dim)
-    kept_heads = kept_columns[kept_columns < width][::head_dim] // head_dim
-    interpolation = interpolate(torch.einsum("idjd->ij", blocks), kept_heads, damping, "kept heads")
-    dense = weight.double()
-    corrected = dense[:, kept_columns]
-    per_head = dense[:, :width].view(len(dense), num_heads, head_dim)
-    moved = torch.einsum("kr,drh->dkh", interpolation.coefficients, per_head[:, interpolation.rest])
-    corrected[:, : len(kept_heads) * head_dim] += moved.flatten(1)
-    error = predicted_error(dense, corrected, kept_columns, statistics)
-    factor = interpolation.factor
-    return Factors(
-        kept_columns,
-        corrected,
-        error,
-        factor.condition_number,
-        interpolation.max_coefficient,
-        factor.eigenvalue_fallback,
-        factor.damping,
-    )
-
-
 def best_damping(
     weight: torch.Tensor,
     kept_columns: torch.Tensor,

@@ -9,7 +9,7 @@ import torch
 
 from oneshot.architecture import Experts, cut
 from oneshot.compression.expert_scores import ExpertSums, GateRule, Routed, outputs_of, removed_experts, route
-from oneshot.compression.tasks import ExpertsTask
+from oneshot.compression.sublayer import SublayerTask
 from oneshot.errors import CheckpointError
 from oneshot.stream import Layer, Routing, States
 from oneshot.tensors import Tensors
@@ -18,7 +18,7 @@ TOKENS_TOGETHER = 4096  # whose effects are summed at once
 GATE_TOLERANCE = 2e-2  # of 16-bit gates
 
 
-def measure_effects(task: ExpertsTask, states: States, current: Layer) -> ExpertSums:
+def measure_effects(task: SublayerTask, states: States, current: Layer) -> ExpertSums:
     """Sum over the text what every expert contributes, and what its removal would change.
 
     Raises `CheckpointError` if the stock router weighs experts otherwise than its family's description says.
@@ -30,9 +30,9 @@ def measure_effects(task: ExpertsTask, states: States, current: Layer) -> Expert
     return sums.of_all(task.machine.workers)
 
 
-def add_effects_(sums: ExpertSums, task: ExpertsTask, layer: Layer, routing: Routing) -> None:
+def add_effects_(sums: ExpertSums, task: SublayerTask, layer: Layer, routing: Routing) -> None:
     """Add a batch on its way through a layer to the sums. Raises as `measure_effects`."""
-    mixer, factors = task.mixer, None
+    mixer, factors = _mixer(task), None
     if mixer.expert_scale is not None:
         factors = layer.tensor(mixer.expert_scale).float()
     parts = routing.inputs, routing.logits, routing.gates, routing.chosen, routing.mixed, routing.written
@@ -57,13 +57,13 @@ def add_effects_(sums: ExpertSums, task: ExpertsTask, layer: Layer, routing: Rou
 
 
 def _seen(
-    task: ExpertsTask, layer: Layer, mixed: torch.Tensor, written: torch.Tensor, effects: torch.Tensor
+    task: SublayerTask, layer: Layer, mixed: torch.Tensor, written: torch.Tensor, effects: torch.Tensor
 ) -> torch.Tensor:
     """Return what the stream loses if the experts' output `mixed (t, D)` loses each of `effects (t, k, D)`.
 
     Norms follow this output, and what the whole mixture wrote.
     """
-    after, index = partial(layer.after_experts, task.mixer), task.index
+    after, index = partial(layer.after_experts, _mixer(task)), task.index
     beside = written - after(mixed)
     left = beside.unsqueeze(1) + after(mixed.unsqueeze(1) - effects)
     return (layer.added(index, written).unsqueeze(1) - layer.added(index, left)).float()
@@ -104,10 +104,9 @@ def _rounding(logits: torch.Tensor, scores: torch.Tensor, bias: torch.Tensor | N
     return 2 * rounding
 
 
-def keep_experts(task: ExpertsTask, tensors: Tensors, sums: ExpertSums) -> Tensors:
+def keep_experts(task: SublayerTask, tensors: Tensors, sums: ExpertSums) -> Tensors:
     """Return the layer with the experts that stay, and with their rows of the router; one worker chooses, for all."""
-    mixer, count = task.mixer, len(sums.tokens)
-    selector, kept_count = task.method.experts, task.kept.num_experts
+    count, selector, kept_count = len(sums.tokens), task.method.experts, task.kept.num_experts
     assert selector != "none"
     assert kept_count is not None
 
@@ -117,4 +116,9 @@ def keep_experts(task: ExpertsTask, tensors: Tensors, sums: ExpertSums) -> Tenso
         return torch.tensor([expert for expert in range(count) if expert not in removed])
 
     kept = task.shared(choose)
-    return cut(tensors, mixer.axes(task.shape), {"experts": kept})
+    return cut(tensors, _mixer(task).axes(task.shape), {"experts": kept})
+
+
+def _mixer(task: SublayerTask) -> Experts:
+    assert isinstance(task.sublayer.mixer, Experts)
+    return task.sublayer.mixer

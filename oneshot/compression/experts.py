@@ -2,29 +2,28 @@
 
 Every expert is a writer of its own: its neurons are columns that its down projection reads, and its rows are weighted
 by its gates. All experts of a model keep equally many neurons, because a stock config states one width. The router
-stays as it is, and so does a shared expert whose width is its own (`shared_expert`).
+stays as it is. A shared expert whose width is a multiple of the others' shrinks with them, by a task of its own.
 """
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import partial
 
 import torch
 
-from oneshot.architecture import cut
-from oneshot.compression.correction import Factors, relative
-from oneshot.compression.expert_correction import correct_experts, solved_together
-from oneshot.compression.expert_measuring import measure_group
-from oneshot.compression.expert_statistics import ExpertStatistics
+from oneshot.architecture import Experts, ExpertSizes, cut
+from oneshot.compression.expert_correction import ExpertFactors, correct_group, joined
+from oneshot.compression.expert_removal import keep_experts, measure_effects
+from oneshot.compression.expert_statistics import ExpertAccumulator, ExpertStatistics, squared_gates
 from oneshot.compression.mixture_norms import MixtureNorms
-from oneshot.compression.shared_expert import fold_shared, shrinks_shared, solve_shared
-from oneshot.compression.statistics import damping_of
-from oneshot.compression.tasks import ExpertsTask
+from oneshot.compression.statistics import GramAccumulator, damping_of
+from oneshot.compression.sublayer import LayerWork, Reduction, SublayerTask
+from oneshot.compression.tasks import FeedForwardTask
 from oneshot.machine.memory import release_heap
-from oneshot.machine.transfer import as_like
-from oneshot.method import Correction
+from oneshot.method import SelectorName
+from oneshot.report.records import SublayerReport
 from oneshot.selection import SELECTORS, Evidence
-from oneshot.stream import DensePass, Layer, States
+from oneshot.stream import DensePass, Layer, Routing, States
 from oneshot.tensors import Tensors
 
 logger = logging.getLogger(__name__)
@@ -33,187 +32,262 @@ NAMED_EXPERTS = 8
 
 
 @dataclass(frozen=True)
-class ExpertFactors:
-    """The kept neurons of every expert and the corrected downs that read them; what was solved as in `Factors`.
-
-    Attributes:
-        kept: int64 `(E, m')`, ascending for each expert. weight: `(E, D, m')` in the dtype of the dense one.
-        energies: float64 `(E, 2)`, of every expert's error and output; None without statistics.
-        shared: factors of the shared expert if it shrinks with the others; else None.
-    """
-
-    kept: torch.Tensor
-    weight: torch.Tensor
-    energies: torch.Tensor | None = None
-    condition_number: float | None = None
-    max_interpolation: float | None = None
-    eigenvalue_fallback: bool = False
-    damping: float | None = None
-    shared: Factors | None = None
-
-    @property
-    def predicted_error(self) -> float | None:
-        """Return the error of the routed experts, as if the errors of different ones were orthogonal."""
-        return None if self.energies is None else relative(*self.energies.sum(0))
-
-
-@dataclass(frozen=True)
 class MeasuredExperts:
     """State what is known of the experts before the last group of them is solved.
 
     Attributes:
-        statistics: of the last group. solved: factors of the groups before it, whose statistics are gone.
+        statistics: of the last group; None for a choice by weights alone.
+        solved: factors of the groups before it, whose statistics are gone.
         generator: of random choices, which go on from group to group.
     """
 
-    statistics: ExpertStatistics
+    statistics: ExpertStatistics | None
     solved: tuple[ExpertFactors, ...]
     generator: torch.Generator
 
 
-def measure_experts(
-    task: ExpertsTask, tensors: Tensors, states: States, current: Layer, reference: Layer, dense: DensePass
-) -> tuple[MeasuredExperts, torch.Tensor | None]:
-    """Sum the statistics of every expert; also return what the sublayer should add to the judged batch.
+class ExpertsTask(SublayerTask):
+    """A mixture loses neurons inside all experts, or whole experts; each is a writer of its own."""
 
-    If memory does not hold the statistics of all experts, every group of them (`ExpertsTask.groups`) has a pass of its
-    own and is solved after it. The result has the same bytes on a CPU; a device, which takes several experts at once,
-    rounds otherwise.
+    @property
+    def mixer(self) -> Experts:
+        mixer = self.sublayer.mixer
+        assert isinstance(mixer, Experts)
+        return mixer
 
-    Arguments and None as in `measuring.measure`.
-    """
-    generator, solved = _generator(task), list[ExpertFactors]()
-    *before, last = task.groups
-    for group in before:
-        statistics, _ = measure_group(task, group, tensors, states, current, reference, dense)
-        solved.append(solve_group(task, tensors, statistics, generator))
-        del statistics
-        release_heap()
-    statistics, target = measure_group(task, last, tensors, states, current, reference, dense)
-    return MeasuredExperts(statistics, tuple(solved), generator), target
+    @property
+    def sizes(self) -> ExpertSizes:
+        """Return the dense mixture's sizes."""
+        assert self.shape.experts is not None
+        return self.shape.experts
 
+    @property
+    def dense_units(self) -> int:
+        return self.shape.intermediate_size
 
-def solve_experts(
-    task: ExpertsTask, tensors: Tensors, measured: MeasuredExperts | None
-) -> tuple[torch.Tensor, ExpertFactors, None]:
-    """Return the kept neurons `(E, m')` and the factors; one worker solves, for all.
+    @property
+    def kept_units(self) -> int:
+        return self.kept.intermediate_size
 
-    `measured` is None for a choice by weights alone.
-    """
-    statistics = None if measured is None else measured.statistics
-    if statistics is not None and task.method.correction != "none":
-        _warn_of_rare(task, statistics)
-    before, generator = ((), _generator(task)) if measured is None else (measured.solved, measured.generator)
-    factors = joined((*before, solve_group(task, tensors, statistics, generator)))
-    if shrinks_shared(task):
-        of_shared = None if statistics is None else statistics.shared
-        factors = replace(factors, shared=solve_shared(task, tensors, of_shared))
-    return factors.kept, factors, None
+    @property
+    def selector(self) -> SelectorName:
+        return self.method.ffn
 
+    @property
+    def asked_residual_weight(self) -> float:
+        return self.method.expert_residual_weight
 
-def fold_experts(task: ExpertsTask, tensors: Tensors, factors: ExpertFactors) -> Tensors:
-    """Return the layer whose experts have the kept neurons and the corrected downs."""
-    down = task.mixer.down
-    others = {name: tensor for name, tensor in tensors.items() if name != down}
-    folded = tensors | cut(others, task.mixer.axes(task.shape), {"neurons": factors.kept})
-    folded[down] = factors.weight.to(tensors[down].device)
-    return folded if factors.shared is None else fold_shared(task, folded, factors.shared)
+    @property
+    def loses_experts(self) -> bool:
+        kept = self.kept.num_experts
+        return kept is not None and kept < self.sizes.count
 
+    @property
+    def groups(self) -> list[range]:
+        """Return the numbers of the experts whose statistics are held at the same time, group by group."""
+        kept = self.kept.num_experts
+        count = self.sizes.count if kept is None else kept
+        together = self.machine.experts_together or count
+        return [range(first, min(first + together, count)) for first in range(0, count, together)]
 
-def _generator(task: ExpertsTask) -> torch.Generator:
-    return torch.Generator().manual_seed(task.seed + task.layer)
+    @property
+    def passes(self) -> int:
+        """Return one pass for each group, and one that brings the states to the experts if several read them there."""
+        return (len(self.groups) + (len(self.groups) > 1)) * self.is_solved
 
+    def all_passes(self, states: States) -> float:
+        return self.passes + self.loses_experts
 
-def solve_group(
-    task: ExpertsTask, tensors: Tensors, statistics: ExpertStatistics | None, generator: torch.Generator
-) -> ExpertFactors:
-    """Return the factors of the experts that the statistics are of, or of all without any."""
-    down = tensors[task.mixer.down]
-    group = range(len(down)) if statistics is None else statistics.group
+    @property
+    def generator(self) -> torch.Generator:
+        """Return the source of random choices."""
+        return torch.Generator().manual_seed(self.seed + self.layer)
 
-    def solution() -> ExpertFactors:
-        dampings = _dampings(task, statistics, len(down))
-        kept = torch.arange(task.dense_units, device=task.machine.device).repeat(len(group), 1)
-        if task.is_reduced:
-            evidence = _evidence(task, tensors, group, statistics, dampings, generator)
-            kept = SELECTORS[task.selector].neurons_of_experts(evidence, task.kept_units)
-        return _corrected(task, down, group, kept, statistics, dampings)
+    @property
+    def shrinks_shared(self) -> bool:
+        """Return whether the shared expert loses neurons with the routed ones."""
+        return self.is_reduced and self.sizes.shared_count > 0
 
-    return task.shared(solution)
+    @property
+    def shared_task(self) -> FeedForwardTask:
+        """Return the task of the shared expert as the one FFN of a layer."""
+        shared, method, has_dense = self.stack.shared_expert, self.method, self.has_dense
+        assert shared is not None
+        shape = replace(self.shape, experts=None, intermediate_size=self.sizes.shared(self.dense_units))
+        plan = self.plan.with_sizes(intermediate_size=self.sizes.shared(self.kept_units))
+        method = replace(method, damping=method.expert_damping, residual_weight=method.expert_residual_weight)
+        if self.loses_experts and method.solves:  # what is lost of the layer itself counts in full
+            method, has_dense = replace(method, correction="two-stream", residual_weight=1.0), True
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        changed = {"stack": self.stack.with_ffn(shared), "shape": shape, "plan": plan, "method": method}
+        return FeedForwardTask(**own | changed | {"has_dense": has_dense})
 
+    def shared_accumulator(self, output_size: int | None) -> GramAccumulator | None:
+        """Return the sums of what the shared expert's down reads; None if the expert stays."""
+        if not self.shrinks_shared:
+            return None
+        size, device = self.sizes.shared(self.dense_units), self.machine.device
+        return GramAccumulator(size, output_size=output_size, device=device)
 
-def joined(groups: Sequence[ExpertFactors]) -> ExpertFactors:
-    """Return the factors of all experts from those of groups in their order, without a shared expert's."""
-    if len(groups) == 1:
-        return groups[0]
-    return ExpertFactors(
-        torch.cat([one.kept for one in groups]),
-        torch.cat([one.weight for one in groups]),
-        torch.cat([one.energies for one in groups if one.energies is not None]),
-        *_worst(groups),
-    )
+    @property
+    def reductions(self) -> list[Reduction]:
+        return [self.remove_experts_] if self.loses_experts else []
 
+    def remove_experts_(self, work: LayerWork, states: States, current: Layer) -> None:
+        """Remove whole experts by their effects on the text."""
+        sums = measure_effects(self, states, current)
+        work.working = keep_experts(self, work.working, sums)
+        work.reports.append(SublayerReport("experts", len(sums.tokens), self.kept.num_experts or 0))
 
-def _worst(found: Sequence[Factors | ExpertFactors]) -> tuple[float | None, float | None, bool, float | None]:
-    """Return the largest condition number and interpolation, whether any fell back, and the largest damping."""
-    solved = [one for one in found if one.condition_number is not None]
-    return (
-        max((one.condition_number or 0 for one in solved), default=None),
-        max((one.max_interpolation or 0 for one in solved), default=None),
-        any(one.eigenvalue_fallback for one in solved),
-        max((one.damping or 0 for one in solved), default=None),
-    )
+    def measure(
+        self, tensors: Tensors, states: States, current: Layer, reference: Layer, dense: DensePass
+    ) -> tuple[MeasuredExperts, torch.Tensor | None]:
+        """Sum the statistics of every expert; the rest as in `SublayerTask.measure`.
 
+        If memory does not hold the statistics of all experts, every group of them (`groups`) has a pass of its own and
+        is solved after it. The result has the same bytes on a CPU; a device, which takes several experts at once,
+        rounds otherwise.
+        """
+        generator, solved = self.generator, list[ExpertFactors]()
+        *before, last = self.groups
+        for group in before:
+            statistics, _ = self.measure_group(group, tensors, states, current, reference, dense)
+            solved.append(self.shared(partial(self.solve_group, tensors, statistics, generator)))
+            del statistics
+            release_heap()
+        statistics, target = self.measure_group(last, tensors, states, current, reference, dense)
+        if self.method.correction != "none":
+            self._warn_of_rare(statistics)
+        return MeasuredExperts(statistics, tuple(solved), generator), target
 
-def _dampings(task: ExpertsTask, statistics: ExpertStatistics | None, count: int) -> list[float]:
-    """Return the ridge of every expert."""
-    asked = task.method.expert_damping
-    if statistics is None:
-        return [asked] * count
-    return [damping_of(asked, task.dense_units, rows) for rows in statistics.num_rows.tolist()]
+    def measure_group(
+        self, group: range, tensors: Tensors, states: States, current: Layer, reference: Layer, dense: DensePass
+    ) -> tuple[ExpertStatistics, torch.Tensor | None]:
+        """Sum the statistics of the experts with these numbers; also return what the sublayer should add.
 
+        Only the pass for the last group moves the streams. It also sums the statistics of the shared expert, and
+        returns what the sublayer should add to the judged batch; passes before return None for it.
+        """
+        # 1. The sums, and the share of the dense stream's residual beyond what removed experts leave to the others.
+        count, hidden, size = tensors[self.mixer.down].shape
+        is_last, with_shared, device = group.stop == count, self.shrinks_shared, self.machine.device
+        loses = self.loses_experts and self.method.solves
+        output_size = hidden if self.follows_dense or loses else None
+        accumulator = ExpertAccumulator(count, size, output_size=output_size, device=device, group=group)
+        shared = self.shared_accumulator(output_size) if is_last else None
+        target, share, norms = None, 1.0, MixtureNorms.of(self.stack, tensors, device)
+        if loses and self.follows_dense:
+            arriving = round(states.num_tokens / self.shape.tokens_per_arrival)
+            share = self.residual_weight(size, arriving) / states.dense_share
 
-def evidence_of(task: ExpertsTask, tensors: Tensors, statistics: ExpertStatistics) -> list[Evidence]:
-    """Return the evidence of every expert of a group, as neurons are chosen by."""
-    dampings = _dampings(task, statistics, len(tensors[task.mixer.down]))
-    return _evidence(task, tensors, statistics.group, statistics, dampings, _generator(task))
+        def lacking(target: torch.Tensor, routing: Routing) -> torch.Tensor:
+            """Return what the experts' output lacks for the mixture to add a target `(…, D)` to the stream."""
+            residual = target.flatten(0, -2) - current.added(self.index, routing.written)
+            return current.before_sum(residual) if norms is None else norms.taken_back(residual, routing)
 
+        for x, dense_state in states.read(again=not is_last):
+            # 2. The routing, and what the output lacks: of the whole layer, and of the dense stream.
+            routing, lost = current.route(self.index, x), None
+            scales = None if norms is None else norms.scales(current, routing.mixed, routing.written)
+            if loses:
+                lost = lacking(reference.sum(self.index, x) - x, routing)
+            if self.follows_dense and dense_state is not None:
+                target = self.target_of(x, dense)
+                beyond = lacking(target, routing)
+                lost = beyond if lost is None else lost + share * (beyond - lost)
+            # 3. The experts of a token share it, and a shared expert takes part with a gate of one.
+            accumulator.update_(routing, lost, with_shared=with_shared, scales=scales)
+            if shared is not None:
+                gates = squared_gates(routing.gates, with_shared=True).unsqueeze(1)
+                shared.update_(current.shared_neurons(routing.inputs), None if lost is None else lost / gates.to(lost))
+        # 4. Without the dense stream the errors are of what the layer added before any reduction.
+        if is_last and not self.follows_dense:
+            judged, _ = states.read_judged()
+            if judged is not None:
+                target = reference.sum(self.index, judged) - judged
+        # 5. The sums of all workers.
+        statistics = accumulator.finish(self.machine.workers)
+        if shared is not None:
+            statistics = replace(statistics, shared=shared.finish(self.machine.workers))
+        return statistics, target if is_last else None
 
-def _evidence(
-    task: ExpertsTask,
-    tensors: Tensors,
-    group: range,
-    statistics: ExpertStatistics | None,
-    dampings: list[float],
-    generator: torch.Generator,
-) -> list[Evidence]:
-    """Return the evidence of every expert of a group.
+    def solve(self, tensors: Tensors, statistics: MeasuredExperts | None) -> tuple[torch.Tensor, ExpertFactors, None]:
+        """Return the kept neurons `(E, m')` and the factors; None stands for no subspaces of values."""
+        measured = MeasuredExperts(None, (), self.generator) if statistics is None else statistics
+        last = self.solve_group(tensors, measured.statistics, measured.generator)
+        factors = joined((*measured.solved, last))
+        if self.shrinks_shared:
+            of_shared = None if measured.statistics is None else measured.statistics.shared
+            factors = replace(factors, shared=self.shared_task.solve(tensors, of_shared)[1])
+        return factors.kept, factors, None
 
-    The Gram of a rare expert shrinks towards a multiple of the identity, so that an expert without tokens keeps the
-    neurons with the largest outputs per unit of activation.
-    """
-    mixer, device = task.mixer, task.machine.device
-    down, gate_up = tensors[mixer.down].to(device), tensors[mixer.gate_up].to(device)
-    curvature, norms = None, None
-    if task.curvature is None:
-        norms = MixtureNorms.of(task.stack, tensors, device)
-    else:
-        curvature = task.curvature.ffn  # of the output before norms
-    return [
-        Evidence(
-            consumer=down[expert] if norms is None else norms.seen(down[expert]),
-            producer_energy=_row_energy(gate_up[expert]) if task.needs("producers") else None,
-            gram=None
-            if statistics is None
-            else _shrunk(statistics.of(expert).gram, dampings[expert] - task.method.expert_damping),
-            generator=generator,
-            pivoting=task.method.pivoting,
-            group_size=task.method.pivot_group_size,
-            pivot_weights=task.method.pivot_weights,
-            curvature=curvature,
+    def solve_group(
+        self, tensors: Tensors, statistics: ExpertStatistics | None, generator: torch.Generator
+    ) -> ExpertFactors:
+        """Return the factors of the experts that the statistics are of, or of all without any."""
+        down = tensors[self.mixer.down]
+        group = range(len(down)) if statistics is None else statistics.group
+        kept = torch.arange(self.dense_units, device=self.machine.device).repeat(len(group), 1)
+        if self.is_reduced:
+            evidence = self.evidence(tensors, group, statistics, generator)
+            kept = SELECTORS[self.selector].neurons_of_experts(evidence, self.kept_units)
+        return correct_group(self, down, group, kept, statistics, self.dampings(statistics, len(down)))
+
+    def fold(self, tensors: Tensors, factors: ExpertFactors) -> Tensors:
+        down = self.mixer.down
+        others = {name: tensor for name, tensor in tensors.items() if name != down}
+        folded = tensors | cut(others, self.mixer.axes(self.shape), {"neurons": factors.kept})
+        folded[down] = factors.weight.to(tensors[down].device)
+        return folded if factors.shared is None else self.shared_task.fold(folded, factors.shared)
+
+    def dampings(self, statistics: ExpertStatistics | None, count: int) -> list[float]:
+        """Return the ridge of every expert."""
+        asked = self.method.expert_damping
+        if statistics is None:
+            return [asked] * count
+        return [damping_of(asked, self.dense_units, rows) for rows in statistics.num_rows.tolist()]
+
+    def evidence(
+        self, tensors: Tensors, group: range, statistics: ExpertStatistics | None, generator: torch.Generator
+    ) -> list[Evidence]:
+        """Return the evidence of every expert of a group.
+
+        The Gram of a rare expert shrinks towards a multiple of the identity, so that an expert without tokens keeps the
+        neurons with the largest outputs per unit of activation.
+        """
+        mixer, device = self.mixer, self.machine.device
+        down, gate_up = tensors[mixer.down].to(device), tensors[mixer.gate_up].to(device)
+        dampings, curvature, norms = self.dampings(statistics, len(down)), None, None
+        if self.curvature is None:
+            norms = MixtureNorms.of(self.stack, tensors, device)
+        else:
+            curvature = self.curvature.ffn  # of the output before norms
+        return [
+            Evidence(
+                consumer=down[expert] if norms is None else norms.seen(down[expert]),
+                producer_energy=_row_energy(gate_up[expert]) if self.needs("producers") else None,
+                gram=None
+                if statistics is None
+                else _shrunk(statistics.of(expert).gram, dampings[expert] - self.method.expert_damping),
+                generator=generator,
+                pivoting=self.method.pivoting,
+                group_size=self.method.pivot_group_size,
+                curvature=curvature,
+            )
+            for expert in group
+        ]
+
+    def _warn_of_rare(self, statistics: ExpertStatistics) -> None:
+        """Warn of experts that saw too few tokens to be corrected, by their numbers in the result."""
+        rare = [expert for expert, rows in enumerate(statistics.num_rows.tolist()) if rows < self.dense_units]
+        if not rare:
+            return
+        named = ", ".join(map(str, rare[:NAMED_EXPERTS])) + (", …" if len(rare) > NAMED_EXPERTS else "")
+        logger.warning(
+            "Layer %d: %d of %d experts (%s) saw fewer calibration tokens than their %d neurons, so they are not "
+            "corrected; give more --num-sequences.",
+            *(self.number, len(rare), len(statistics.num_rows), named, self.dense_units),
         )
-        for expert in group
-    ]
 
 
 def _row_energy(gate_up: torch.Tensor) -> torch.Tensor:
@@ -226,75 +300,3 @@ def _shrunk(gram: torch.Tensor, by: float) -> torch.Tensor:
     mean = gram.diagonal().mean()
     ridge = torch.where(mean > 0, by * mean, 1.0)
     return gram + ridge * torch.eye(len(gram), device=gram.device) if by > 0 else gram
-
-
-def _corrected(
-    task: ExpertsTask,
-    down: torch.Tensor,
-    group: range,
-    kept: torch.Tensor,
-    statistics: ExpertStatistics | None,
-    dampings: list[float],
-) -> ExpertFactors:
-    """Return the downs over the kept neurons of a group's experts, each corrected by the tokens of its expert."""
-    size, hidden, device = task.dense_units, down.shape[1], task.machine.device
-    weight = down.new_empty(len(kept), hidden, task.kept_units)
-    if statistics is None:
-        for place, columns in enumerate(kept):
-            weight[place] = as_like(down[place].to(device)[:, columns], weight)
-        return ExpertFactors(kept, weight)
-    together, found = solved_together(size, hidden, device), list[Factors]()
-    energies = torch.zeros(len(kept), 2, dtype=torch.float64, device=device)
-    kinds = [_correction(task, statistics, expert) for expert in group]
-    for kind in dict.fromkeys(kinds):
-        places = [place for place, own in enumerate(kinds) if own == kind]
-        for first in range(0, len(places), together):
-            own = places[first : first + together]
-            experts = [group[place] for place in own]
-            solved = correct_experts(
-                torch.stack([down[expert] for expert in experts]).to(device),
-                torch.stack([kept[place] for place in own]),
-                statistics,
-                experts,
-                correction=kind,
-                dampings=[dampings[expert] for expert in experts],
-                residual_weights=[_residual_weight(task, statistics, expert) for expert in experts],
-            )
-            for place, one in zip(own, solved, strict=True):
-                weight[place] = as_like(one.weight, weight)
-                if one.energies is not None:
-                    energies[place] = one.energies
-                found.append(replace(one, weight=one.weight.new_empty(0)))  # the corrected weight is copied
-    return ExpertFactors(kept, weight, energies, *_worst(found))
-
-
-def _correction(task: ExpertsTask, statistics: ExpertStatistics, expert: int) -> Correction:
-    """Return how an expert is corrected: not if it saw fewer tokens than it has neurons."""
-    if int(statistics.num_rows[expert]) < task.dense_units:
-        return "none"
-    if not task.method.solves:
-        return task.method.correction
-    two_streams = task.loses_experts or task.method.correction == "two-stream"  # or of the layer's own residual
-    has_target = statistics.residuals is not None and int(statistics.num_targets[expert]) > 0
-    return "two-stream" if two_streams and has_target else "same-layer"
-
-
-def _residual_weight(task: ExpertsTask, statistics: ExpertStatistics, expert: int) -> float:
-    return 1.0 if task.loses_experts else task.residual_weight(task.dense_units, int(statistics.num_targets[expert]))
-
-
-def _warn_of_rare(task: ExpertsTask, statistics: ExpertStatistics) -> None:
-    """Warn of experts that saw too few tokens to be corrected, by their numbers in the result."""
-    rare = [expert for expert, rows in enumerate(statistics.num_rows.tolist()) if rows < task.dense_units]
-    if not rare:
-        return
-    named = ", ".join(map(str, rare[:NAMED_EXPERTS])) + (", …" if len(rare) > NAMED_EXPERTS else "")
-    logger.warning(
-        "Layer %d: %d of %d experts (%s) saw fewer calibration tokens than their %d neurons, so they are not "
-        "corrected; give more --num-sequences.",
-        task.number,
-        len(rare),
-        len(statistics.num_rows),
-        named,
-        task.dense_units,
-    )

@@ -3,14 +3,12 @@
 Everything is computed with full heads that give the results of smaller ones; `fold_inner` writes the smaller ones.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from oneshot_kernels import suffix_sums
 
-from oneshot.architecture import Attention, ModelShape
-from oneshot.compression.statistics import HeadGramAccumulator
+from oneshot.architecture import Attention
 from oneshot.linalg.low_rank import (
     product_energies,
     query_key_maps,
@@ -19,7 +17,6 @@ from oneshot.linalg.low_rank import (
     value_subspace,
 )
 from oneshot.linalg.psd import RidgeFactor
-from oneshot.stream import Layer, States
 from oneshot.tensors import Tensors
 
 Maps = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
@@ -84,35 +81,6 @@ def _map_rows_(tensors: Tensors, linear: str, maps: torch.Tensor) -> None:
             rows = tensors[name]
             per_head = rows.to(maps).view(maps.shape[0], maps.shape[2], -1)
             tensors[name] = (maps @ per_head).reshape(-1, *rows.shape[1:]).to(rows)
-
-
-def reduce_queries_keys(
-    tensors: Tensors,
-    attention: Attention,
-    index: int,
-    shape: ModelShape,
-    states: States,
-    current: Layer,
-    *,
-    size: int,
-    rotary: bool,
-    share: Callable[[Callable[[], Maps]], Maps],
-) -> tuple[Tensors, InnerMaps]:
-    """Return a layer whose full queries and keys give the scores of the smaller ones, and the maps to those.
-
-    Reads the text once. `share`: lets one worker solve, for all.
-    """
-    device = states.machine.device
-    queries = HeadGramAccumulator(shape.num_attention_heads, shape.head_dim, device=device)
-    keys = HeadGramAccumulator(shape.num_key_value_heads, shape.head_dim, device=device)
-    for x, _ in states.read():
-        query, key = current.queries_keys(index, x)
-        queries.update_(query)
-        keys.update_(key)
-    workers = states.machine.workers
-    grams = queries.finish(workers), keys.finish(workers)
-    maps = share(lambda: query_key_subspaces(*grams, size=size, rotary=rotary))
-    return with_smaller_scores(tensors, attention, shape.heads_per_group, maps)
 
 
 def with_smaller_scores(

@@ -2,25 +2,23 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
-from typing import Any
 
 import torch
 
+from oneshot.architecture import Attention, Carried, Experts, FeedForward, Mixer
 from oneshot.checkpoint import Model
 from oneshot.compression.curvature import Curvature
+from oneshot.compression.experts import ExpertsTask
 from oneshot.compression.fold import confine
-from oneshot.compression.inner_heads import InnerMaps
-from oneshot.compression.layer_folder import LayerFolder
-from oneshot.compression.layer_reports import input_reports, left_out_reports, sublayer_report
-from oneshot.compression.measuring import relative_error
+from oneshot.compression.layer_folder import fold_layer
+from oneshot.compression.layer_reports import input_reports, left_out_reports, relative_error, sublayer_report
 from oneshot.compression.overflow import naming_the_layer, warn_of_overflow
-from oneshot.compression.steps import LayerWork, Step
-from oneshot.compression.sublayer import SublayerTask
+from oneshot.compression.sublayer import LayerWork, SublayerTask
 from oneshot.compression.subspaces import StreamSubspaces
-from oneshot.compression.tasks import TASKS
-from oneshot.compression.up_proj import correct_up, up_passes
-from oneshot.compression.ways import steps_of, way_of
+from oneshot.compression.tasks import AttentionTask, FeedForwardTask
+from oneshot.compression.up_proj import correct_up
 from oneshot.machine import Machine
 from oneshot.machine.memory import release_heap
 from oneshot.machine.transfer import Uploader, to_host
@@ -29,6 +27,14 @@ from oneshot.planning import Grid, Plan
 from oneshot.report.records import SublayerReport
 from oneshot.stream import DensePass, Layer, States
 from oneshot.tensors import Tensors
+
+TASKS: dict[type[Mixer], type[SublayerTask]] = {
+    Attention: AttentionTask,
+    Carried: SublayerTask,
+    FeedForward: FeedForwardTask,
+    Experts: ExpertsTask,
+}
+"""The task of a sublayer by the type of its mixer."""
 
 
 @dataclass(frozen=True)
@@ -90,11 +96,10 @@ class LayerCompressor:
         seed: int = 0,
         layers_before: int = 0,
     ) -> None:
-        self._model, self._method, self._plan, self._machine = model, method, plan, machine
+        self._model, self._method, self._plan, self._grid, self._machine = model, method, plan, grid, machine
         self._subspaces, self._states, self._seed = subspaces, states, seed
         self._shared_heads, self._curvature, self._layers_before = shared_heads, curvature, layers_before
         self._upload = Uploader(machine.device)
-        self._folder = LayerFolder(model, grid, subspaces)
 
     def replay_layer(self, layer: int, tensors: Tensors, working: Tensors) -> None:
         """Move the streams through a layer that another run finished: its dense tensors and its `working` ones."""
@@ -137,10 +142,10 @@ class LayerCompressor:
         work.reports += self._input_reports(layer)
         for task in tasks:
             if task.is_reduced:
-                way = way_of(task)
-                units, factors, _ = way.solve(task, work.working, None)
-                work.working = way.fold(task, work.working, factors)
-                work.maps[task.index] = task.maps_after(InnerMaps(), units, None)
+                solve = partial(task.solve, work.working, None)
+                units, factors, values = self._machine.workers.share(task.position, solve)
+                work.working = task.fold(work.working, factors)
+                task.keep_(work, units, values)
                 work.reports.append(sublayer_report(task, factors, None))
 
     def _by_text(
@@ -149,8 +154,7 @@ class LayerCompressor:
         """Compress a layer by what the text says about its activations."""
         # 1. The streams reach the layer; its text passes are counted.
         self._enter(layer, states)
-        steps = {task.index: steps_of(task) for task in tasks if not task.is_left_out}
-        states.passes = self._passes(tasks, steps, states)
+        states.passes = 1 + sum(task.all_passes(states) for task in tasks if not task.is_left_out)
         dense = states.dense_layer(layer, tensors)
         current = reference = (
             states.as_compressed(dense) if work.working is tensors else states.layer(layer, work.working)
@@ -165,8 +169,8 @@ class LayerCompressor:
                 states.defer_dense(dense_pass)
                 continue
             # 2. Smaller scores, low ranks, fewer experts: what is decided before the writer is measured.
-            for step in steps[task.index]:
-                step.apply_(work, states, current)
+            for reduce_ in task.reductions:
+                reduce_(work, states, current)
                 current = self._current(layer, work.working, states)
             if task.passes > 1:
                 states.settle()  # the first of them
@@ -175,18 +179,17 @@ class LayerCompressor:
                 states.defer(_Pass(task, current))
                 continue
             # 3. Sums of what the writer reads, on the compressed stream, and the target from the dense one.
-            way = way_of(task)
-            statistics, target = way.measure(task, work.working, states, current, reference, dense_pass)
+            statistics, target = task.measure(work.working, states, current, reference, dense_pass)
             del current
             if task is tasks[-1]:
                 del dense, reference, dense_pass  # the factorisation needs their memory
             release_heap()
-            # 4. The units that stay, and the corrected writer over their columns.
-            units, factors, values = way.solve(task, work.working, statistics)
-            work.working = way.fold(task, work.working, factors)
-            work.ranks[task.index] = task.ranks_after(work.ranks.get(task.index, {}), units)
-            work.maps[task.index] = task.maps_after(work.maps.get(task.index, InnerMaps()), units, values)
-            del statistics
+            # 4. One worker chooses the units that stay and corrects the writer over their columns.
+            solve = partial(task.solve, work.working, statistics)
+            units, factors, values = self._machine.workers.share(task.position, solve)
+            del statistics, solve
+            work.working = task.fold(work.working, factors)
+            task.keep_(work, units, values)
             if task.corrects_up:
                 work.working, factors = correct_up(task, tensors, work.working, states)
             release_heap()
@@ -240,13 +243,6 @@ class LayerCompressor:
             for index, sublayer in enumerate(stack.sublayers)
         ]
 
-    @staticmethod
-    def _passes(tasks: list[SublayerTask], steps: dict[int, list[Step[Any]]], states: States) -> float:
-        """Return how many passes over the text the layer takes."""
-        before: float = sum(step.passes(states) for of_task in steps.values() for step in of_task)
-        tasks = [task for task in tasks if not task.is_left_out]
-        return 1 + before + sum(task.passes + (up_passes(task, states) if task.corrects_up else 0) for task in tasks)
-
     def _confined(self, layer: int, tensors: Tensors) -> Tensors:
         """Return the layer with outputs inside the subspaces that read them."""
         if self._subspaces is None or self._norms_inside:
@@ -270,7 +266,7 @@ class LayerCompressor:
         """
         left_out = [task.sublayer for task in self._tasks(layer) if task.is_left_out]
         working = work.working
-        folded = self._folder.fold(layer, working, work.maps, work.ranks, left_out)
+        folded = fold_layer(self._model, self._grid, self._subspaces, layer, work, left_out)
         like = tensors[f"{self._model.family.stack_of(layer).token_mixer.out}.weight"]
         folded = {
             name: tensor.to(tensors.get(name, like).dtype) if tensor.is_floating_point() else tensor

@@ -4,9 +4,7 @@ import torch
 
 from oneshot.checkpoint import Model
 from oneshot.compression.correction import Factors
-from oneshot.compression.expert_scores import ExpertSums
-from oneshot.compression.experts import ExpertFactors
-from oneshot.compression.measuring import relative_error
+from oneshot.compression.expert_correction import ExpertFactors
 from oneshot.compression.sublayer import SublayerTask
 from oneshot.compression.subspaces import StreamSubspaces, weighted_rows
 from oneshot.method import TokenWeighting
@@ -48,11 +46,6 @@ def left_out_reports(tasks: list[SublayerTask]) -> list[SublayerReport]:
     return [SublayerReport(task.sublayer.kind, task.dense_units, 0) for task in tasks if task.is_left_out]
 
 
-def removal_report(task: SublayerTask, sums: ExpertSums) -> SublayerReport:
-    """Report the experts that a mixture has and keeps."""
-    return SublayerReport("experts", len(sums.tokens), task.kept.num_experts or 0)
-
-
 def sublayer_report(task: SublayerTask, factors: Factors | ExpertFactors, measured: float | None) -> SublayerReport:
     """Report a sublayer that was solved, with its error on the judged batch."""
     return SublayerReport(
@@ -66,3 +59,9 @@ def sublayer_report(task: SublayerTask, factors: Factors | ExpertFactors, measur
         eigenvalue_fallback=factors.eigenvalue_fallback,
         damping=factors.damping,
     )
+
+
+def relative_error(target: torch.Tensor, reached: torch.Tensor) -> float:
+    """Return `‖target − reached‖ / ‖target‖`."""
+    energy = target.double().norm().clamp_min(torch.finfo(torch.float64).tiny)  # a sublayer may output zeros
+    return float((target - reached).double().norm() / energy)

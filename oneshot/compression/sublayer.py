@@ -1,18 +1,16 @@
-"""Say what is to be done with a sublayer, for all mixers alike; `tasks` has a class for each type of mixer.
+"""Say what is to be done with a sublayer, for all mixers alike.
 
-`measuring.measure` sums statistics of the activations that the sublayer's writer reads. `solving.solve` selects the
-columns that stay and corrects the writer over them. `fold.fold_sublayer` makes the smaller tensors of it. `ways.Way`
-is these three.
+`LayerCompressor` calls the methods of a task in order: `reductions`, `measure`, `solve`, `fold`. `one_writer` has them
+for attention and an FFN (`tasks`), `experts` for a mixture.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 
-from oneshot.architecture import ModelShape, RankedKind, Stack, Sublayer
+from oneshot.architecture import Carried, ModelShape, RankedKind, Stack, Sublayer
 from oneshot.compression.curvature import LayerCurvature
 from oneshot.compression.inner_heads import InnerMaps
 from oneshot.compression.ranks import Ranks
@@ -21,14 +19,38 @@ from oneshot.compression.subspaces import StreamSubspaces
 from oneshot.machine import Machine
 from oneshot.method import TOKENS_PER_NEURON, Method, SelectorName
 from oneshot.planning import LayerPlan, Plan
+from oneshot.report.records import SublayerReport
 from oneshot.selection import Need, find_selector, needs_of, reads_activations
+from oneshot.stream import DensePass, Layer, States
+from oneshot.tensors import Tensors
 
 Solution = TypeVar("Solution")
 
 
+@dataclass
+class LayerWork:
+    """A layer while it is compressed.
+
+    Attributes:
+        working: the tensors that the compressed stream passes. maps, ranks: of heads and of linears of low rank, by the
+            sublayer's index; they are folded at the end. reports: what was lost.
+    """
+
+    working: Tensors
+    maps: dict[int, InnerMaps] = field(default_factory=dict)
+    ranks: dict[int, Ranks] = field(default_factory=dict)
+    reports: list[SublayerReport] = field(default_factory=list)
+
+
+Reduction = Callable[[LayerWork, States, Layer], None]
+"""Changes a layer, whose present state is the last argument, by a pass over the text before its writer is measured."""
+
+
 @dataclass(frozen=True)
-class SublayerTask(ABC):
+class SublayerTask:
     """The compression of one sublayer of one layer: its sizes in the plan, and what it is computed with.
+
+    This class itself is the task of a carried mixer, which stays as it is.
 
     `shared_heads`: the heads that stay, if they were chosen for all layers of the stack; else None. `curvature`: of the
     layer, if it was measured; else None. `has_dense`: whether the dense stream passes beside the compressed one.
@@ -69,19 +91,19 @@ class SublayerTask(ABC):
         return self.stack.position(self.layer, self.index)
 
     @property
-    @abstractmethod
     def dense_units(self) -> int:
         """Return the dense model's heads or neurons."""
+        return 1
 
     @property
-    @abstractmethod
     def kept_units(self) -> int:
         """Return the heads or neurons that stay."""
+        return 1
 
     @property
-    @abstractmethod
     def selector(self) -> SelectorName:
         """Return the name of what chooses heads or neurons."""
+        return "none"
 
     @property
     def num_columns(self) -> int:
@@ -135,6 +157,8 @@ class SublayerTask(ABC):
     @property
     def is_solved(self) -> bool:
         """Return whether the writer changes, so that statistics of its input are needed."""
+        if isinstance(self.sublayer.mixer, Carried):
+            return False
         remains = self.loses_experts and self.method.solves
         return self.is_reduced or self.smaller_values is not None or self.corrects_slices or remains
 
@@ -142,6 +166,10 @@ class SublayerTask(ABC):
     def passes(self) -> int:
         """Return how many passes over the text the writer is measured in."""
         return int(self.is_solved)
+
+    def all_passes(self, states: States) -> float:
+        """Return how many passes over the text the whole sublayer takes."""
+        return self.passes
 
     @property
     def follows_dense(self) -> bool:
@@ -153,13 +181,45 @@ class SublayerTask(ABC):
         """Return whether `up_proj` is also corrected."""
         return False
 
-    def maps_after(self, maps: InnerMaps, units: torch.Tensor, values: torch.Tensor | None) -> InnerMaps:
-        """Return the maps of the heads that stay, with the subspaces of their values."""
-        return maps
+    @property
+    def reductions(self) -> list[Reduction]:
+        """Return what changes the layer before the writer is measured, in order."""
+        return []
 
-    def ranks_after(self, ranks: Ranks, units: torch.Tensor) -> Ranks:
-        """Return the linears of low rank of the neurons that stay."""
-        return ranks
+    def measure(
+        self, tensors: Tensors, states: States, current: Layer, reference: Layer, dense: DensePass
+    ) -> tuple[Any, torch.Tensor | None]:
+        """Sum the statistics of what the writer reads; also return what the sublayer should add to the judged batch.
+
+        None if this worker has no batch of the stream that makes the target.
+
+        Args:
+            current: the layer that the compressed stream passes. reference: the layer before any reduction, which
+                makes the target if the dense stream does not. dense: the dense stream's deferred pass.
+        """
+        raise NotImplementedError
+
+    def solve(self, tensors: Tensors, statistics: Any) -> tuple[torch.Tensor, Any, torch.Tensor | None]:
+        """Return the kept units, the factors, and the values' subspaces if they shrink.
+
+        `statistics` are those of `measure`, or None for a choice by weights alone.
+        """
+        raise NotImplementedError
+
+    def fold(self, tensors: Tensors, factors: Any) -> Tensors:
+        """Return the layer with the kept units and the corrected writer."""
+        raise NotImplementedError
+
+    def keep_(self, work: LayerWork, units: torch.Tensor, values: torch.Tensor | None) -> None:
+        """Keep of the maps and of the linears of low rank what belongs to the units that stay."""
+
+    def target_of(self, x: torch.Tensor, dense: DensePass) -> torch.Tensor:
+        """Return what the sublayer should add to `x`, a batch of the compressed stream.
+
+        It leads to the dense stream after the sublayer, and so also corrects what earlier sublayers lost. With
+        `residual_target="sublayer"` it is what the dense sublayer adds to its own input (STAT section 3.1).
+        """
+        return dense.sum - (x if self.method.residual_target == "stream" else dense.before)
 
     def shared(self, solve: Callable[[], Solution]) -> Solution:
         """Return what one worker solves, on the device of each."""

@@ -16,21 +16,14 @@ from safetensors.torch import load_file, save_file
 from oneshot.checkpoint import Model
 from oneshot.compression.fold_post_norm import SubspaceNorm
 from oneshot.compression.statistics import GramAccumulator
-from oneshot.linalg.pca import coordinate_directions, energies_along, principal_directions, random_directions
+from oneshot.linalg.pca import energies_along, principal_directions
 from oneshot.machine import Machine
 from oneshot.machine.prefetch import prefetch
 from oneshot.machine.transfer import Uploader, pinned
-from oneshot.method import Hidden, TokenWeighting
+from oneshot.method import TokenWeighting
 from oneshot.planning import HiddenPlan
 from oneshot.stream import DensePass, States
 from oneshot.text import Text
-
-DIRECTIONS: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
-    "pca": lambda gram, _: principal_directions(gram),
-    "coordinates": lambda gram, _: coordinate_directions(gram),
-    "random": random_directions,
-}
-"""Directions `(D, D)` from a Gram and a seed, by name in `method.Hidden`."""
 
 
 @dataclass(frozen=True)
@@ -112,17 +105,12 @@ def find_subspaces(
     *,
     token_weighting: TokenWeighting = "unit",
     shared_weight: float = 0.0,
-    kind: Hidden = "pca",
-    seed: int = 0,
     advance: Callable[[float], None] = lambda tokens: None,
 ) -> Subspaces:
     """Return the principal directions of what the norms read, group by group.
 
     A group's directions come from its own positions' Grams. With `shared_weight` they also come from the Grams of all
     other positions, because a direction that the group lacks is lost for the later ones.
-
-    `kind` replaces the principal directions by the coordinates of most energy, or by random directions of the `seed`:
-    baselines of SP3 (table 3) and TCSP (table 5).
 
     Norms that follow their sublayers read the sums (SP3 equations 5 to 8); position 0 is then the sum of the
     embeddings. With `token_weighting = "unit"` rows are divided by their root mean square, as the norms do. Otherwise a
@@ -142,9 +130,6 @@ def find_subspaces(
         gram = accumulator.finish(workers=machine.workers).gram
         save_file({"gram": gram.cpu()}, _gram_path(machine.scratch, position))
         position += 1
-
-    def directions(group: int, gram: torch.Tensor) -> torch.Tensor:
-        return DIRECTIONS[kind](gram, seed + group)
 
     if family.stack.norms_after:
         measure(states.sums_of_embeddings(model.read_embedding()))
@@ -170,7 +155,7 @@ def find_subspaces(
     if not family.stack.norms_after:
         measure(x for x, _ in states.read())
     states.close()
-    return _decompose(machine.scratch, group_of, shared_weight, machine, directions)
+    return _decompose(machine.scratch, group_of, shared_weight, machine)
 
 
 def weighted_rows(x: torch.Tensor, *, centred: bool, weighting: str) -> torch.Tensor:
@@ -188,7 +173,6 @@ def _decompose(
     group_of: tuple[int, ...],
     shared_weight: float,
     machine: Machine,
-    directions_of: Callable[[int, torch.Tensor], torch.Tensor],
 ) -> Subspaces:
     """Return the directions of every group from the Grams on disk, and every position's energies along them."""
     device, workers = machine.device, machine.workers
@@ -205,7 +189,7 @@ def _decompose(
         members = [position for position, member in enumerate(group_of) if member == group]
         own = total(members)
         counted = own + shared_weight * (everywhere - own) if shared_weight else own
-        directions = workers.share(group, partial(directions_of, group, counted))
+        directions = workers.share(group, partial(principal_directions, counted))
         energies += [energies_along(gram(position), directions).cpu() for position in members]
         save_file({"directions": directions.cpu().contiguous()}, _path(folder, group))
     return Subspaces(folder, group_of, torch.stack(energies))

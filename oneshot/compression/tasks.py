@@ -1,47 +1,20 @@
-"""The tasks of a layer, one class for each type of mixer: attention or a carried mixer, one FFN or experts.
+"""The tasks of sublayers with one writer: attention loses heads or sizes inside them, an FFN loses neurons."""
 
-`ways` has the way through each of them.
-"""
-
-from abc import abstractmethod
 from dataclasses import replace
 
 import torch
 
-from oneshot.architecture import Attention, Carried, Experts, FeedForward, Mixer
+from oneshot.architecture import Attention, FeedForward
 from oneshot.compression.fold import head_columns, row_energy
-from oneshot.compression.inner_heads import InnerMaps, keep_heads
-from oneshot.compression.ranks import Ranks
-from oneshot.compression.sublayer import SublayerTask, takes_sketch
+from oneshot.compression.inner_heads import InnerMaps, keep_heads, query_key_subspaces, with_smaller_scores
+from oneshot.compression.one_writer import OneWriterTask
+from oneshot.compression.statistics import HeadGramAccumulator
+from oneshot.compression.sublayer import LayerWork, Reduction, takes_sketch
+from oneshot.compression.up_proj import up_passes
 from oneshot.method import SelectorName
-from oneshot.selection import Evidence, select_heads, select_neurons
+from oneshot.selection import SELECTORS, Evidence, select_heads
+from oneshot.stream import Layer, States
 from oneshot.tensors import Tensors
-
-
-class OneWriterTask(SublayerTask):
-    """A sublayer whose one writer reads the rows of all tokens."""
-
-    @property
-    def corrects_whole_heads(self) -> bool:
-        """Return whether the correction has one number for each pair of heads."""
-        return False
-
-    @property
-    def neuron_curvature(self) -> torch.Tensor | None:
-        """Return the output curvature by which neurons are chosen; None without it."""
-        return None
-
-    def columns_of(self, units: torch.Tensor) -> torch.Tensor:
-        """Return the columns of heads or neurons, ascending."""
-        return units
-
-    @abstractmethod
-    def choose(self, evidence: Evidence) -> torch.Tensor:
-        """Return the heads or neurons that stay, ascending."""
-
-    @abstractmethod
-    def producer_energy(self, tensors: Tensors) -> torch.Tensor:
-        """Return the squared norms of the rows that make each column of the writer."""
 
 
 class AttentionTask(OneWriterTask):
@@ -86,10 +59,6 @@ class AttentionTask(OneWriterTask):
         """
         return super().follows_dense and (self.corrects_slices or self.method.heads_correction == "two-stream")
 
-    @property
-    def corrects_whole_heads(self) -> bool:
-        return self.is_reduced and self.method.heads_correction == "head-level"
-
     def columns_of(self, units: torch.Tensor) -> torch.Tensor:
         return head_columns(units, self.shape.head_dim)
 
@@ -108,10 +77,34 @@ class AttentionTask(OneWriterTask):
         values = row_energy(tensors, self.mixer.v).view(-1, self.shape.head_dim)
         return values[group_of_head].flatten()
 
-    def maps_after(self, maps: InnerMaps, units: torch.Tensor, values: torch.Tensor | None) -> InnerMaps:
-        kept = keep_heads(maps, units, self.shape.heads_per_group)
+    @property
+    def reductions(self) -> list[Reduction]:
+        scores: list[Reduction] = [] if self.smaller_scores is None else [self.shrink_scores_]
+        return scores + super().reductions
+
+    def all_passes(self, states: States) -> float:
+        return (self.smaller_scores is not None) + super().all_passes(states)
+
+    def shrink_scores_(self, work: LayerWork, states: States, current: Layer) -> None:
+        """Give queries and keys fewer coordinates, by their Grams on the text."""
+        shape, device, workers = self.shape, self.machine.device, self.machine.workers
+        queries = HeadGramAccumulator(shape.num_attention_heads, shape.head_dim, device=device)
+        keys = HeadGramAccumulator(shape.num_key_value_heads, shape.head_dim, device=device)
+        for x, _ in states.read():
+            query, key = current.queries_keys(self.index, x)
+            queries.update_(query)
+            keys.update_(key)
+        grams, size = (queries.finish(workers), keys.finish(workers)), self.smaller_scores
+        assert size is not None
+        maps = self.shared(lambda: query_key_subspaces(*grams, size=size, rotary=self.stack.rotary))
+        smaller = with_smaller_scores(work.working, self.mixer, shape.heads_per_group, maps)
+        work.working, work.maps[self.index] = smaller
+
+    def keep_(self, work: LayerWork, units: torch.Tensor, values: torch.Tensor | None) -> None:
+        kept = keep_heads(work.maps.get(self.index, InnerMaps()), units, self.shape.heads_per_group)
         kept = kept if values is None else replace(kept, values=values)
-        return replace(kept, heads=units) if self.mixer.fixed_heads and self.is_reduced else kept
+        fixed = self.mixer.fixed_heads and self.is_reduced
+        work.maps[self.index] = replace(kept, heads=units) if fixed else kept
 
 
 class FeedForwardTask(OneWriterTask):
@@ -151,84 +144,14 @@ class FeedForwardTask(OneWriterTask):
         return None if self.curvature is None else self.curvature.ffn
 
     def choose(self, evidence: Evidence) -> torch.Tensor:
-        return select_neurons(self.selector, self.kept_units, evidence)
+        return SELECTORS[self.selector].neurons(evidence, self.kept_units)
 
     def producer_energy(self, tensors: Tensors) -> torch.Tensor:
         return row_energy(tensors, *self.mixer.readers)
 
-    def ranks_after(self, ranks: Ranks, units: torch.Tensor) -> Ranks:
-        return {kind: one.rows(units) for kind, one in ranks.items()} if self.is_reduced else ranks
+    def keep_(self, work: LayerWork, units: torch.Tensor, values: torch.Tensor | None) -> None:
+        if self.is_reduced and self.index in work.ranks:
+            work.ranks[self.index] = {kind: one.rows(units) for kind, one in work.ranks[self.index].items()}
 
-
-class ExpertsTask(SublayerTask):
-    """A mixture loses neurons inside all experts, or whole experts; each is a writer of its own (`experts`)."""
-
-    @property
-    def mixer(self) -> Experts:
-        mixer = self.sublayer.mixer
-        assert isinstance(mixer, Experts)
-        return mixer
-
-    @property
-    def dense_units(self) -> int:
-        return self.shape.intermediate_size
-
-    @property
-    def kept_units(self) -> int:
-        return self.kept.intermediate_size
-
-    @property
-    def selector(self) -> SelectorName:
-        return self.method.ffn
-
-    @property
-    def asked_residual_weight(self) -> float:
-        return self.method.expert_residual_weight
-
-    @property
-    def loses_experts(self) -> bool:
-        experts, kept = self.shape.experts, self.kept.num_experts
-        return experts is not None and kept is not None and kept < experts.count
-
-    @property
-    def groups(self) -> list[range]:
-        """Return the numbers of the experts whose statistics are held at the same time, group by group."""
-        experts, kept = self.shape.experts, self.kept.num_experts
-        assert experts is not None
-        count = experts.count if kept is None else kept
-        together = self.machine.experts_together or count
-        return [range(first, min(first + together, count)) for first in range(0, count, together)]
-
-    @property
-    def passes(self) -> int:
-        """Return one pass for each group, and one that brings the states to the experts if several read them there."""
-        return (len(self.groups) + (len(self.groups) > 1)) * self.is_solved
-
-
-class CarriedTask(SublayerTask):
-    """A carried mixer stays as it is."""
-
-    @property
-    def dense_units(self) -> int:
-        return 1
-
-    @property
-    def kept_units(self) -> int:
-        return 1
-
-    @property
-    def selector(self) -> SelectorName:
-        return "none"
-
-    @property
-    def is_solved(self) -> bool:
-        return False
-
-
-TASKS: dict[type[Mixer], type[SublayerTask]] = {
-    Attention: AttentionTask,
-    Carried: CarriedTask,
-    FeedForward: FeedForwardTask,
-    Experts: ExpertsTask,
-}
-"""The task of a sublayer by the type of its mixer."""
+    def all_passes(self, states: States) -> float:
+        return super().all_passes(states) + (up_passes(self, states) if self.corrects_up else 0)

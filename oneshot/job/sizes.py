@@ -120,8 +120,6 @@ def _find_subspaces(job: Job) -> None:
             run.machine,
             token_weighting=method.token_weighting,
             shared_weight=method.shared_weight,
-            kind=method.hidden,
-            seed=job.config.seed,
             advance=progress.advance,
         )
     if method.allocation == "error" and not target.states_hidden_size and plan.hidden.num_groups > 1:

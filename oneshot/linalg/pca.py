@@ -15,20 +15,6 @@ def principal_directions(gram: torch.Tensor, precision: torch.dtype = torch.floa
     return vectors * largest.sign()
 
 
-def coordinate_directions(gram: torch.Tensor) -> torch.Tensor:
-    """Return the coordinates of `X` from `gram = XᵀX (n, n)` as directions, those of most energy first; float64."""
-    strongest = gram.diagonal().argsort(descending=True, stable=True)
-    return torch.eye(len(gram), dtype=torch.float64, device=gram.device)[:, strongest]
-
-
-def random_directions(gram: torch.Tensor, seed: int) -> torch.Tensor:
-    """Return orthonormal directions that are uniformly random, `(n, n)` float64, whatever the Gram holds."""
-    generator = torch.Generator().manual_seed(seed)
-    normal = torch.randn(gram.shape, dtype=torch.float64, generator=generator)
-    factor = torch.linalg.qr(normal)
-    return (factor.Q * factor.R.diagonal().sign()).to(gram.device)
-
-
 def energies_along(gram: torch.Tensor, directions: torch.Tensor) -> torch.Tensor:
     """Return `‖X u‖²` from `gram = XᵀX (n, n)`, for each column `u` of `directions (n, k)`; float64 `(k,)`."""
     return ((gram.to(directions) @ directions).double() * directions).sum(0).clamp_min(0)

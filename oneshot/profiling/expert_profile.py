@@ -16,14 +16,13 @@ import torch
 from oneshot.checkpoint import Model
 from oneshot.compression.correction import predicted_energies, relative
 from oneshot.compression.curvature import LayerCurvature, root_of
+from oneshot.compression.expert_correction import ExpertFactors, joined
 from oneshot.compression.expert_removal import add_effects_
 from oneshot.compression.expert_scores import ExpertSums
 from oneshot.compression.expert_statistics import ExpertAccumulator, ExpertStatistics
-from oneshot.compression.experts import ExpertFactors, evidence_of, fold_experts, joined, solve_group
+from oneshot.compression.experts import ExpertsTask
 from oneshot.compression.fold import augmented_weight
 from oneshot.compression.mixture_norms import MixtureNorms
-from oneshot.compression.shared_expert import shared_accumulator, shrinks_shared, solve_shared
-from oneshot.compression.tasks import ExpertsTask
 from oneshot.linalg.interpolative import missed_energies, ordered_factor
 from oneshot.linalg.pivoted_qr import weighted_pivots
 from oneshot.machine import ALONE, Machine, Workers
@@ -64,7 +63,7 @@ class MixtureSums:
         self._experts, self._shared, self._norms = None, None, MixtureNorms.of(task.stack, tensors, device)
         if "ffn" in probed:
             group = range(count) if group is None else group
-            self._shared = shared_accumulator(task, None) if group.stop == count else None
+            self._shared = task.shared_accumulator(None) if group.stop == count else None
             self._experts = ExpertAccumulator(count, task.dense_units, output_size=None, device=device, group=group)
 
     def update_(self, layer: Layer, x: torch.Tensor) -> torch.Tensor:
@@ -149,7 +148,8 @@ class NarrowedGroup:
 
 def add_missed_(total: torch.Tensor, task: ExpertsTask, tensors: Tensors, statistics: ExpertStatistics) -> None:
     """Add to `total (m + 1,)` the squared error of a group of experts with their k best neurons, for every k."""
-    evidence, seen = evidence_of(task, tensors, statistics), _seen(task)
+    evidence = task.evidence(tensors, statistics.group, statistics, task.generator)
+    seen = _seen(task)
     orders = pivots_of_experts(evidence, task.dense_units)
     for expert, one, order in zip(statistics.group, evidence, orders, strict=True):
         if statistics.num_rows[expert]:
@@ -164,7 +164,7 @@ def add_missed_(total: torch.Tensor, task: ExpertsTask, tensors: Tensors, statis
 
 def narrow(task: ExpertsTask, tensors: Tensors, statistics: ExpertStatistics) -> NarrowedGroup:
     """Return the kept neurons of every expert of a group, corrected."""
-    factors, device, seen = solve_group(task, tensors, statistics, torch.Generator()), task.machine.device, _seen(task)
+    factors, device, seen = task.solve_group(tensors, statistics, torch.Generator()), task.machine.device, _seen(task)
     norms, downs = MixtureNorms.of(task.stack, tensors, device), tensors[task.mixer.down].to(device)
     if norms is not None and task.curvature is None:
         seen = norms.seen
@@ -172,8 +172,8 @@ def narrow(task: ExpertsTask, tensors: Tensors, statistics: ExpertStatistics) ->
         predicted_energies(seen(downs[expert]), seen(weight), columns, statistics.of(expert))
         for expert, weight, columns in zip(statistics.group, factors.weight, factors.kept, strict=True)
     ]
-    if statistics.shared is not None and shrinks_shared(task):
-        down, shared = _shared_down(task, tensors), solve_shared(task, tensors, statistics.shared)
+    if statistics.shared is not None and task.shrinks_shared:
+        down, (_, shared, _) = _shared_down(task, tensors), task.shared_task.solve(tensors, statistics.shared)
         energies.append(predicted_energies(seen(down), seen(shared.weight), shared.kept_columns, statistics.shared))
         factors = replace(factors, shared=shared)
     return NarrowedGroup(statistics.group, factors, energies)
@@ -185,7 +185,7 @@ def join(task: ExpertsTask, tensors: Tensors, groups: Sequence[NarrowedGroup]) -
     factors = replace(joined([one.factors for one in in_order]), shared=in_order[-1].factors.shared)
     energies = [pair for one in in_order for pair in one.energies]
     error, energy = (torch.stack(parts).sum() for parts in zip(*energies, strict=True))
-    return fold_experts(task, tensors, factors), relative(error, energy) ** 2
+    return task.fold(tensors, factors), relative(error, energy) ** 2
 
 
 def _seen(task: ExpertsTask) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -1,5 +1,6 @@
 """Selectors of the neurons and heads that stay, by name, each with its needs, its choice and its cost."""
 
+from oneshot.selection.elimination import SELECTION_DAMPING
 from oneshot.selection.evidence import Evidence, Moments
 from oneshot.selection.pivots import pivots_of_experts
 from oneshot.selection.registry import (
@@ -8,9 +9,8 @@ from oneshot.selection.registry import (
     needs_of,
     reads_activations,
     select_heads,
-    select_neurons,
 )
-from oneshot.selection.selector import SELECTION_DAMPING, Cost, Extent, Need, SharedSelector
+from oneshot.selection.selector import Cost, Extent, Need, SharedSelector
 
 __all__ = [
     "SELECTION_DAMPING",
@@ -26,5 +26,4 @@ __all__ = [
     "pivots_of_experts",
     "reads_activations",
     "select_heads",
-    "select_neurons",
 ]

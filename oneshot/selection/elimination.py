@@ -6,9 +6,10 @@ import torch
 
 from oneshot.linalg.elimination import eliminate
 from oneshot.selection.evidence import Evidence
-from oneshot.selection.selector import DOUBLE, SELECTION_DAMPING, Blocks, Cost, Extent, Need
+from oneshot.selection.selector import DOUBLE, Blocks, Cost, Extent, Need
 
 FLOAT = 4  # bytes
+SELECTION_DAMPING = 1e-2
 
 
 class Elimination:

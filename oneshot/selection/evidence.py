@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from oneshot.linalg.pivoted_qr import GROUP_SIZE
-from oneshot.method import Pivoting, PivotWeights
+from oneshot.method import Pivoting
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,6 @@ class Evidence:
         moments: means and deviations of the columns; None for selectors that do not need `moments`.
         sketch: `S A (s, n)` to choose pivots from instead of the Gram; or None.
         pivoting, group_size: how `id` finds pivots of neurons, as in `linalg.pivoted_qr.weighted_pivots`.
-        pivot_weights: which weights `id` gives to columns, see `column_weights`.
         curvature: `(d, d)` of the consumer's output, by which `id` weighs neurons instead; or None.
     """
 
@@ -46,7 +45,6 @@ class Evidence:
     sketch: torch.Tensor | None = None
     pivoting: Pivoting = "cholesky"
     group_size: int = GROUP_SIZE
-    pivot_weights: PivotWeights = "output"
     curvature: torch.Tensor | None = None
 
     def known_gram(self) -> torch.Tensor:
@@ -64,12 +62,8 @@ class Evidence:
         return self.consumer.double().square().sum(0)
 
     def column_weights(self) -> torch.Tensor:
-        """Return the weights of the columns in `id`, float64 `(n,)`.
-
-        `output`: the norms of the consumer's columns (STAT A.3). `none`: ones, so that pivots see activations alone.
-        """
-        norms = self.consumer.double().norm(dim=0)
-        return norms if self.pivot_weights == "output" else torch.ones_like(norms)
+        """Return the weights of the columns in `id`, the norms of the consumer's columns (STAT A.3), float64 `(n,)`."""
+        return self.consumer.double().norm(dim=0)
 
     def weighted_gram(self) -> torch.Tensor:
         """Return the Gram of the weighted columns, float64 `(n, n)`."""

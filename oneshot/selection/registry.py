@@ -19,7 +19,6 @@ from oneshot.selection.selector import Blocks, Need, Selector
 SELECTORS: dict[str, Selector] = {
     "id": Pivots(),
     "obs": Elimination(),
-    "leverage": ByScore(scores.leverage, factorises=True),
     "activation-norm": ByScore(scores.activation_norm),
     "wanda": ByScore(scores.wanda),
     "flap": ByScore(scores.flap, frozenset({"moments"})),
@@ -53,11 +52,6 @@ def needs_of(name: SelectorName) -> frozenset[Need]:
 def reads_activations(name: SelectorName) -> bool:
     """Return whether a selector needs the calibration text. Raises as `find_selector`."""
     return not needs_of(name) <= {"producers"}
-
-
-def select_neurons(name: SelectorName, kept: int, evidence: Evidence) -> torch.Tensor:
-    """Return the FFN neurons to keep, ascending int64 `(kept,)`."""
-    return SELECTORS[name].neurons(evidence, kept)
 
 
 def select_heads(

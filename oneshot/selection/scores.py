@@ -5,9 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from oneshot.linalg.psd import RidgeFactor
 from oneshot.selection.evidence import Evidence
-from oneshot.selection.selector import DOUBLE, SELECTION_DAMPING, Blocks, Cost, Extent, Need
+from oneshot.selection.selector import DOUBLE, Blocks, Cost, Extent, Need
 
 
 @dataclass(frozen=True)
@@ -17,12 +16,10 @@ class ByScore:
     Attributes:
         scores: float64 `(n,)` from the evidence.
         needs: as in `Selector`.
-        factorises: whether scores come from a solve with the Gram.
     """
 
     scores: Callable[[Evidence], torch.Tensor]
     needs: frozenset[Need] = frozenset({"gram"})
-    factorises: bool = False
 
     takes_sketch = False
 
@@ -50,11 +47,8 @@ class ByScore:
         return total.view(count, -1).sum(1).topk(kept).indices.sort().values
 
     def cost(self, extent: Extent) -> Cost:
-        """Return the cost of the consumer in float64, and of a solve with the Gram if there is one."""
-        square, output = extent.columns**2, extent.outputs * extent.columns
-        if not self.factorises:
-            return Cost(2 * DOUBLE * output)
-        return Cost(DOUBLE * (4 * square + output), operations=7 / 3 * extent.columns**3)
+        """Return the cost of the consumer in float64."""
+        return Cost(2 * DOUBLE * extent.outputs * extent.columns)
 
 
 def activation_norm(evidence: Evidence) -> torch.Tensor:
@@ -76,12 +70,6 @@ def tcsp_score(evidence: Evidence) -> torch.Tensor:
     """Return `‖w_j‖ (E a_j + std a_j)`, the mean with its sign (TCSP eq. 25, algorithm 4)."""
     moments = evidence.known_moments()
     return evidence.output_energies().sqrt() * (moments.mean + moments.deviation)
-
-
-def leverage(evidence: Evidence) -> torch.Tensor:
-    """Return the ridge leverage score `[G (G + λI)⁻¹]_jj` (MoDeGPT, Lin et al. 2024)."""
-    gram = evidence.known_gram()
-    return RidgeFactor(gram, SELECTION_DAMPING, "columns with leverage scores").solve(gram).diagonal()
 
 
 def magnitude(evidence: Evidence) -> torch.Tensor:

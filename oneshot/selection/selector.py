@@ -9,7 +9,6 @@ import torch
 from oneshot.method import Pivoting
 from oneshot.selection.evidence import Evidence
 
-SELECTION_DAMPING = 1e-2  # of `obs` and `leverage`
 DOUBLE = 8  # bytes
 
 Need = Literal["gram", "moments", "producers"]

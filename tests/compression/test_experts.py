@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM
 
 from oneshot.architecture import Experts
 from oneshot.checkpoint import Model, open_model
+from oneshot.compression.expert_correction import ExpertFactors
 from oneshot.compression.expert_removal import add_effects_
 from oneshot.compression.expert_scores import ExpertSelector, ExpertSums, Routed, outputs_of
 from oneshot.compression.expert_statistics import ExpertAccumulator, ExpertStatistics
-from oneshot.compression.experts import ExpertFactors, MeasuredExperts, fold_experts, solve_experts
-from oneshot.compression.tasks import ExpertsTask
+from oneshot.compression.experts import ExpertsTask, MeasuredExperts
 from oneshot.errors import CheckpointError, OneshotError
 from oneshot.pipeline import compress, predict
 from oneshot.planning import dense_plan
@@ -131,7 +131,7 @@ def test_experts_taken_together_as_on_a_device_have_the_same_sums(
 def solved(
     task: ExpertsTask, tensors: dict[str, torch.Tensor], statistics: ExpertStatistics
 ) -> tuple[torch.Tensor, ExpertFactors]:
-    kept, factors, _ = solve_experts(task, tensors, MeasuredExperts(statistics, (), torch.Generator()))
+    kept, factors, _ = task.solve(tensors, MeasuredExperts(statistics, (), torch.Generator()))
     return kept, factors
 
 
@@ -188,7 +188,9 @@ def test_experts_solved_together_are_those_solved_alone(
             sums[1] = 0
     found = []
     for together in (1, 3):
-        monkeypatch.setattr("oneshot.compression.experts.solved_together", lambda *_, together=together: together)
+        monkeypatch.setattr(
+            "oneshot.compression.expert_correction.solved_together", lambda *_, together=together: together
+        )
         found.append(solved(task, tensors, statistics)[1])
     alone, at_once = found
     assert torch.equal(alone.kept, at_once.kept)
@@ -203,7 +205,7 @@ def test_experts_solved_together_are_those_solved_alone(
 def test_kept_neurons_keep_their_rows(model: Model, tmp_path: Path) -> None:
     task, tensors = task_of(model, tmp_path), model.read_layer(0)
     kept, factors = solved(task, tensors, summed(routed(model, tmp_path, 8)))
-    folded = fold_experts(task, tensors, factors)
+    folded = task.fold(tensors, factors)
     for expert, columns in enumerate(kept):
         assert columns.tolist() == sorted(set(columns.tolist()))
         expected = torch.cat((tensors[MIXER.gate_up][expert][columns], tensors[MIXER.gate_up][expert][columns + WIDTH]))
@@ -230,7 +232,7 @@ def test_an_expert_without_tokens_keeps_its_strongest_neurons(
     assert "Layer 0: 2 of 4 experts (2, 3) saw fewer calibration tokens than their 32 neurons" in caplog.text
 
 
-@pytest.mark.parametrize("selector", ["id", "obs", "leverage", "activation-norm", "wanda", "magnitude", "random"])
+@pytest.mark.parametrize("selector", ["id", "obs", "activation-norm", "wanda", "magnitude", "random"])
 def test_every_selector_has_a_whole_run(
     selector: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig
 ) -> None:

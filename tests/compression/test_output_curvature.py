@@ -19,7 +19,7 @@ from oneshot.compression.ranks import Inputs, Ranked
 from oneshot.errors import ConfigError, OneshotError
 from oneshot.linalg.low_rank import ROOT_DAMPING
 from oneshot.pipeline import compress, predict
-from oneshot.selection import Evidence, select_neurons
+from oneshot.selection import SELECTORS, Evidence
 from oneshot.selection.evidence import neuron_gram
 
 Rows = np.ndarray[Any, Any]
@@ -75,10 +75,10 @@ def test_the_kept_neurons_are_those_that_the_output_sees() -> None:
     activations = torch.randn(50, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     consumer = torch.tensor([[9.0, 1.0, 8.0, 0.9], [0.0, 1.0, 0.0, -1.0]], dtype=torch.float64)
     plain = Evidence(consumer, None, activations.T @ activations, torch.Generator())
-    assert select_neurons("id", 2, plain).tolist() == [0, 2]
+    assert SELECTORS["id"].neurons(plain, 2).tolist() == [0, 2]
     curvature = torch.diag(torch.tensor([1e-6, 1.0], dtype=torch.float64))
     weighed = Evidence(consumer, None, activations.T @ activations, torch.Generator(), curvature=curvature)
-    assert select_neurons("id", 2, weighed).tolist() == [1, 3]
+    assert SELECTORS["id"].neurons(weighed, 2).tolist() == [1, 3]
 
 
 def test_a_curvature_of_nothing_is_still_a_metric() -> None:
@@ -113,7 +113,6 @@ def test_a_run_reaches_its_target_with_curvature(
         (CASES["bert"].options, {"form": "per-layer"}),  # predicts no tokens
         ({}, {"form": "per-layer", "ffn": "obs"}),
         ({}, {"form": "per-layer", "sketch": "count"}),
-        ({}, {"form": "per-layer", "pivot_weights": "none"}),
         ({}, {"form": "per-layer", "hidden": "pca", "ranks": "none", "embedding": "none"}),
     ],
 )

@@ -145,7 +145,6 @@ def prepared(model: Model, changes: dict[str, Any]) -> tuple[Work, Machine, Text
         {},
         {"num_sequences": 8, "batch_size": 4},
         {"recipe": "flap"},
-        {"ffn": "leverage"},
         {"damping": "auto"},
         {"residual_target": "sublayer"},  # the dense stream passes, however few its tokens are
         {"form": "per-layer"},

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oneshot.architecture import TableShape
-from oneshot.compression.correction import correct, correct_heads
+from oneshot.compression.correction import correct
 from oneshot.compression.embedding import expanded, range_errors, reduce_embedding
 from oneshot.compression.inner_heads import (
     query_key_errors,
@@ -31,8 +31,7 @@ from oneshot.linalg.low_rank import ROOT_DAMPING, damped_root, product_energies,
 from oneshot.linalg.pca import energies_along, principal_directions
 from oneshot.linalg.pivoted_qr import pivots_with_quota, weighted_pivots
 from oneshot.linalg.psd import TRUSTED, GramNote, RidgeFactor, ridged_cholesky
-from oneshot.selection import SELECTION_DAMPING, Evidence, select_neurons
-from oneshot.selection.scores import leverage
+from oneshot.selection import SELECTION_DAMPING, SELECTORS, Evidence
 
 SIZE = 24
 HALF = SIZE // 2
@@ -193,8 +192,6 @@ def test_corrections(gram: Gram, damping: float) -> None:
         assert_finite(factors.weight, torch.tensor([factors.predicted_error, factors.max_interpolation or 0.0]))
         assert factors.damping is not None
         assert factors.damping >= damping
-    heads = torch.arange(HALF)
-    assert_finite(correct_heads(weight, heads, statistics, head_dim=3, damping=damping).weight)
     result = interpolate(gram, kept, damping)
     assert sorted([*kept.tolist(), *result.rest.tolist()]) == list(range(SIZE))
 
@@ -203,14 +200,13 @@ def test_corrections(gram: Gram, damping: float) -> None:
 def test_choices_of_columns(gram: Gram) -> None:
     weight = weight_of(6)
     evidence = Evidence(weight, None, gram, torch.Generator())
-    assert_finite(leverage(evidence))
     for block, classes in ((1, None), (3, None), (3, torch.arange(8) // 4)):
         kept = eliminate(gram, weight, kept=2, block_size=block, class_of=classes, damping=SELECTION_DAMPING)
         assert len(set(kept.tolist())) == len(kept) == (2 if classes is None else 4)
     for pivoting in ("cholesky", "grouped", "tournament"):
         pivots = weighted_pivots(gram, torch.ones(SIZE), rank=HALF, pivoting=pivoting, group_size=8)
         assert len(set(pivots.tolist())) == HALF
-    assert len(set(select_neurons("obs", HALF, evidence).tolist())) == HALF
+    assert len(set(SELECTORS["obs"].neurons(evidence, HALF).tolist())) == HALF
     assert len(set(pivots_with_quota(gram, torch.arange(SIZE) % 2, quota=5).tolist())) == 10
 
 

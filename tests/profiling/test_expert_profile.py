@@ -16,7 +16,7 @@ from oneshot import Footprint
 from oneshot.checkpoint import open_model
 from oneshot.compression.curvature import Curvature
 from oneshot.compression.expert_statistics import ExpertAccumulator, ExpertStatistics
-from oneshot.compression.experts import MeasuredExperts, solve_experts
+from oneshot.compression.experts import MeasuredExperts
 from oneshot.compression.mixture_norms import MixtureNorms
 from oneshot.footprint import predict_footprint
 from oneshot.machine import Workers
@@ -74,7 +74,7 @@ def test_a_curve_is_least_squares_with_the_neurons_of_a_run(
     downs = next(tensor for tensor_name, tensor in tensors.items() if tensor_name.endswith("experts.down_proj"))
     for width in (8, 16, 24):
         task = experts_task(model, machine, 0, width, curvature)
-        kept, factors, _ = solve_experts(task, tensors, MeasuredExperts(statistics, (), torch.Generator()))
+        kept, factors, _ = task.solve(tensors, MeasuredExperts(statistics, (), torch.Generator()))
         parts = [
             missed(
                 one.neurons * one.gates.unsqueeze(1) * scales[one.tokens],
