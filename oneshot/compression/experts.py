@@ -157,7 +157,7 @@ class ExpertsTask(SublayerTask):
             release_heap()
         statistics, target = self.measure_group(last, tensors, states, current, reference, dense)
         if self.method.correction != "none":
-            self._warn_of_rare(statistics)
+            self.warn_of_rare(statistics)
         return MeasuredExperts(statistics, tuple(solved), generator), target
 
     def measure_group(
@@ -277,7 +277,7 @@ class ExpertsTask(SublayerTask):
             for expert in group
         ]
 
-    def _warn_of_rare(self, statistics: ExpertStatistics) -> None:
+    def warn_of_rare(self, statistics: ExpertStatistics) -> None:
         """Warn of experts that saw too few tokens to be corrected, by their numbers in the result."""
         rare = [expert for expert, rows in enumerate(statistics.num_rows.tolist()) if rows < self.dense_units]
         if not rare:

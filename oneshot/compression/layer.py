@@ -154,7 +154,7 @@ class LayerCompressor:
         """Compress a layer by what the text says about its activations."""
         # 1. The streams reach the layer; its text passes are counted.
         self._enter(layer, states)
-        states.passes = 1 + sum(task.all_passes(states) for task in tasks if not task.is_left_out)
+        states.passes = self._passes(tasks, states)
         dense = states.dense_layer(layer, tensors)
         current = reference = (
             states.as_compressed(dense) if work.working is tensors else states.layer(layer, work.working)
@@ -242,6 +242,11 @@ class LayerCompressor:
             )
             for index, sublayer in enumerate(stack.sublayers)
         ]
+
+    @staticmethod
+    def _passes(tasks: list[SublayerTask], states: States) -> float:
+        """Return how many passes over the text the layer takes."""
+        return 1 + sum(task.all_passes(states) for task in tasks if not task.is_left_out)
 
     def _confined(self, layer: int, tensors: Tensors) -> Tensors:
         """Return the layer with outputs inside the subspaces that read them."""

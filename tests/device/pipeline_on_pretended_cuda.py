@@ -84,6 +84,7 @@ STAGES = {
     "oneshot/profiling/curvature.py": "curvature",
     "oneshot/compression/correction.py": "correction",
     "oneshot/compression/inner_heads.py": "inside heads",
+    "oneshot/compression/layer_reports.py": "correction",
     "oneshot/compression/one_writer.py": "correction",
     "oneshot/compression/ranks.py": "ranks",
     "oneshot/compression/sublayer.py": "correction",
