@@ -1,7 +1,7 @@
 """Which dimension of which tensor is the stream, neurons, heads, groups or experts: the stock classes are the witness.
 
-Every family is built a second time with other sizes, no two alike, and once more as its stock config states fewer
-neurons, heads and experts. A dimension that is taken for another one does not grow and shrink as the stock class's.
+Every family is built a second time with other sizes, no two alike, and once more as its stock config states
+smaller ones. A dimension that is taken for another one does not grow and shrink as the stock class's.
 """
 
 from dataclasses import replace
@@ -67,7 +67,7 @@ def assert_sizes(family: Description, shape: ModelShape, model: Any) -> None:
 
 
 def smaller(family: Description, shape: ModelShape) -> ModelShape:
-    """Return the sizes of a model with fewer neurons, heads, KV groups and experts, as far as a config states them."""
+    """Return smaller sizes as far as a stock config states them: neurons, heads, KV groups, experts, the stream."""
     smaller = replace(shape, intermediate_size=24)
     if family.reason_against("heads") is None:
         alike = shape.num_attention_heads == shape.num_key_value_heads
@@ -75,7 +75,9 @@ def smaller(family: Description, shape: ModelShape) -> ModelShape:
         smaller = replace(smaller, num_attention_heads=4, num_key_value_heads=groups)
     if shape.experts is not None and family.reason_against("experts") is None:
         smaller = replace(smaller, experts=replace(shape.experts, count=7))
-    return smaller
+    if family.reason_against("hidden size") is None and not shape.layer_norms:
+        smaller = replace(smaller, hidden_size=64)
+    return replace(smaller, head_dim=7) if family.free_head_size else smaller
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
