@@ -169,7 +169,9 @@ def profile(config: Config, *, show_progress: Shown | Tracker = False) -> Profil
         ):
             logger.warning("%s", sentence)
         if run.machine.workers.is_main:
-            save_profile(measured, output, written=run.saved_text, beside=_of_mixture(run, measured))
+            curvature = run.curvature if schedule.weighs_output else None
+            beside = _of_mixture(run, measured)
+            save_profile(measured, output, written=run.saved_text, curvature=curvature, beside=beside)
         return measured
 
 

@@ -26,7 +26,8 @@ class Schedule:
         plans_by_profile: whether a profile decides the sizes of layers.
         profiled_kinds: the kinds of sublayers that a profile of this run measures; empty if it makes none.
         profiles_embedding: whether that profile also measures the embedding.
-        measures_curvature: whether a backward pass measures output curvature.
+        weighs_output: whether errors count by output curvature.
+        measures_curvature: whether a backward pass measures it, because no given profile has it.
         finds_subspaces: whether the hidden size shrinks.
         streams: how many streams of hidden states pass the layers; 0 if the layers do not read the text.
         dense_every: the dense stream has one of so many batches; 0 without a dense stream.
@@ -41,6 +42,7 @@ class Schedule:
     plans_by_profile: bool = False
     profiled_kinds: tuple[str, ...] = ()
     profiles_embedding: bool = False
+    weighs_output: bool = False
     measures_curvature: bool = False
     finds_subspaces: bool = False
     streams: int = 0
@@ -84,14 +86,22 @@ class Schedule:
 
 
 def make_schedule(
-    method: Method, plan: Plan, grid: Grid, *, num_tokens: int, has_profile: bool, asks_less: bool = False
+    method: Method,
+    plan: Plan,
+    grid: Grid,
+    *,
+    num_tokens: int,
+    has_profile: bool,
+    has_curvature: bool = False,
+    asks_less: bool = False,
 ) -> Schedule:
     """Return the stages of a run with a plan, made for equal layers if a profile will decide their sizes.
 
     Args:
         method: settled for the grid. num_tokens: tokens that are asked for. has_profile: whether the profile is given,
-            so that none is made. asks_less: whether the budget is below the dense model's; the plan for equal layers
-            may keep all of them, where only ranks or sizes of their own can meet it.
+            so that none is made. has_curvature: whether it also has the output curvature. asks_less: whether the
+            budget is below the dense model's; the plan for equal layers may keep all of them, where only ranks or
+            sizes of their own can meet it.
     """
     shape = grid.shape
     by_profile = method.reads_profile and (asks_less or plan.reduces_sublayers(shape))
@@ -119,12 +129,14 @@ def make_schedule(
     fewer_heads = any(
         plan.layers[layer].num_attention_heads < shape.of(layer).num_attention_heads for layer in plan.kept_layers
     )
+    weighs = method.weighs_output and (ranks or (reads and shrinks))
     kinds = tuple(kind for kind in PROBED_KINDS if chosen[kind]) if by_profile and not has_profile else ()
     return Schedule(
         plans_by_profile=by_profile,
         profiled_kinds=kinds,
         profiles_embedding=by_profile and method.embedding != "none",
-        measures_curvature=method.weighs_output and (ranks or (reads and shrinks)),
+        weighs_output=weighs,
+        measures_curvature=weighs and not (by_profile and has_curvature),
         finds_subspaces=slices,
         streams=(2 if follows_dense else 1) if reads else 0,
         dense_every=(DENSE_EVERY if share_suffices and not needs_all else 1) if follows_dense else 0,
@@ -162,5 +174,6 @@ def profile_schedule(grid: Grid, method: Method, kinds: Sequence[str] = PROBED_K
     return Schedule(
         profiled_kinds=tuple(kinds),
         profiles_embedding=grid.shape.tied and not grid.shape.layer_norms and not whole,
+        weighs_output=method.weighs_output,
         measures_curvature=method.weighs_output,
     )

@@ -113,6 +113,7 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
             "plans_by_profile": True,
             "profiled_kinds": (FFN, RANK),
             "profiles_embedding": True,
+            "weighs_output": True,
             "measures_curvature": True,
             "streams": 2,
             "dense_every": 2,
@@ -131,6 +132,7 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
         {
             "plans_by_profile": True,
             "profiled_kinds": (FFN, RANK),
+            "weighs_output": True,
             "measures_curvature": True,
             "streams": 2,
             "dense_every": 2,

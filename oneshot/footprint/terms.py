@@ -237,7 +237,7 @@ def choice_cost(work: Work, size: int, kept: float, selector: SelectorName) -> C
             outputs=work.shape.hidden_size,
             pivoting=method.pivoting,
             sketch_rows=sketch_rows,
-            weighs_output=work.schedule.measures_curvature,
+            weighs_output=work.schedule.weighs_output,
             on_cuda=work.on_cuda,
         )
     )
@@ -245,7 +245,7 @@ def choice_cost(work: Work, size: int, kept: float, selector: SelectorName) -> C
 
 def neuron_gram(work: Work, size: int) -> Term:
     """Return the Gram of neurons by what they do to the output, beside which pivots are chosen; nothing without it."""
-    if not work.schedule.measures_curvature:
+    if not work.schedule.weighs_output:
         return Term(0, computed=True)
     return Term(neuron_gram_bytes(size, work.shape.hidden_size), computed=True, knobs=("--set curvature=none",))
 
@@ -268,7 +268,7 @@ def directions(work: Work) -> Term:
     shape = work.shape
     size = max(shape.hidden_size, shape.num_attention_heads * shape.head_dim)
     rows = max(shape.intermediate_size, (shape.num_attention_heads + shape.num_key_value_heads) * shape.head_dim)
-    metric = (FLOAT + DOUBLE) * shape.query_key_width**2 * work.schedule.measures_curvature
+    metric = (FLOAT + DOUBLE) * shape.query_key_width**2 * work.schedule.weighs_output
     return Term(DOUBLE * (6 * size * size + 3 * rows * size) + metric, computed=True)
 
 

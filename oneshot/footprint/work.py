@@ -145,7 +145,7 @@ class Work:
     def predicts_divergences(self) -> bool:
         """Return whether a profile has output curvature, and prices ranks by it."""
         ranked = "rank" in self.schedule.profiled_kinds and self.grid.family.may_have_ranks(self.shape)
-        return ranked and self.schedule.measures_curvature
+        return ranked and self.schedule.weighs_output
 
     @property
     def kept_widths(self) -> list[int]:

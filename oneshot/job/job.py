@@ -136,6 +136,7 @@ class Job:
             run.grid,
             num_tokens=config.text.num_tokens,
             has_profile=has_profile,
+            has_curvature=run.has_curvature,
             asks_less=asks_less,
         )
         if config.quantises:

@@ -79,7 +79,7 @@ def compress_layers(job: Job, journal: Journal) -> list[LayerReport]:
 def _compressor(job: Job) -> tuple[LayerCompressor, States | None]:
     """Return the compressor of the model's layers, and the hidden states that it reads; None by weights alone."""
     run, schedule, seed = job.run, job.schedule, job.config.seed
-    curvature = run.curvature if schedule.measures_curvature else None
+    curvature = run.curvature if schedule.weighs_output else None
     if curvature is not None:
         run.watch.lap("curvature")
     if schedule.streams:

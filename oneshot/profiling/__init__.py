@@ -5,6 +5,8 @@ from oneshot.profiling.expert_ranking import ranking_lines
 from oneshot.profiling.files import (
     RANKING,
     VERDICT,
+    curvature_of_profile,
+    holds_curvature,
     load_profile,
     profile_hash,
     profile_origin,
@@ -26,7 +28,9 @@ __all__ = [
     "VERDICT",
     "LayerProfiler",
     "Timings",
+    "curvature_of_profile",
     "curvature_tokens",
+    "holds_curvature",
     "load_profile",
     "make_profile",
     "measure_curvature",

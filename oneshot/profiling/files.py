@@ -1,8 +1,10 @@
-"""A profile on disk: `profile.safetensors` has the curves; `profile.json` has their origin and their checksum.
+"""A profile on disk: `profile.safetensors` has the curves; `profile.json` has their origin and all checksums.
 
-Of a mixture, `mixture.json` has the verdict and `experts.jsonl` the order of the experts; nothing reads them again.
+A folder beside them has the output curvature, so that a run that plans by the profile need not measure it again. Of a
+mixture, `mixture.json` has the verdict and `experts.jsonl` the order of the experts; nothing reads them again.
 """
 
+import logging
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -14,21 +16,29 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from oneshot.checkpoint.read_log import ReadLog
+from oneshot.compression import Curvature
 from oneshot.errors import OutputError, ProfileError
 from oneshot.machine.durable import DamagedFileError, checksum, flush, flush_tree, read_sealed, seal, write_sealed
 from oneshot.planning import Profile, ProfileOrigin
 
-TENSORS, ORIGIN = "profile.safetensors", "profile.json"
+TENSORS, ORIGIN, CURVATURE = "profile.safetensors", "profile.json", "curvature"
 VERDICT, RANKING = "mixture.json", "experts.jsonl"
+logger = logging.getLogger(__name__)
 
 
 def save_profile(
-    profile: Profile, folder: Path, *, written: dict[str, Any] | None = None, beside: Mapping[str, str] | None = None
+    profile: Profile,
+    folder: Path,
+    *,
+    written: dict[str, Any] | None = None,
+    curvature: Curvature | None = None,
+    beside: Mapping[str, str] | None = None,
 ) -> None:
     """Write a profile into a new folder that appears when it is complete. Raises `OutputError`.
 
     Args:
         written: JSON values of the text that the model wrote for it; writing takes longer than planning from a profile.
+        curvature: of every layer, whose files move there; left out with a warning if the disk has no room for them.
         beside: the contents of other files in the folder, by their names.
     """
     refuse_existing(folder)
@@ -42,6 +52,9 @@ def save_profile(
         save_file(tensors, partial / TENSORS)
         content = {"origin": asdict(profile.origin), "curves": checksum(partial / TENSORS)}
         content |= {} if written is None else {"written": written}
+        if curvature is not None and _has_room(parent, curvature, folder):
+            shutil.move(curvature.folder, partial / CURVATURE)
+            content[CURVATURE] = {path.name: checksum(path) for path in sorted((partial / CURVATURE).iterdir())}
         write_sealed(partial / ORIGIN, content)
         for name, text in ({} if beside is None else beside).items():
             (partial / name).write_text(text, encoding="utf-8")
@@ -85,6 +98,23 @@ def text_of_profile(folder: Path) -> dict[str, Any] | None:
     return written
 
 
+def holds_curvature(folder: Path) -> bool:
+    """Return whether a profile has the output curvature. Raises `ProfileError` as `load_profile`."""
+    return CURVATURE in _content(folder)
+
+
+def curvature_of_profile(folder: Path) -> Curvature:
+    """Return the output curvature that a profile has, read in its place. Raises `ProfileError` if it is damaged."""
+    for name, expected in _content(folder)[CURVATURE].items():
+        try:
+            found = checksum(folder / CURVATURE / name)
+        except OSError as error:
+            raise ProfileError(_unreadable(folder, error)) from error
+        if found != expected:
+            raise ProfileError(_unreadable(folder, f"{CURVATURE}/{name} was damaged after it was written"))
+    return Curvature(folder / CURVATURE)
+
+
 def profile_hash(folder: Path) -> str:
     """Return a checksum of a profile, wherever it lies. Raises `ProfileError` as `load_profile`."""
     return seal(_content(folder))
@@ -101,6 +131,21 @@ def _content(folder: Path) -> dict[str, Any]:
     except (OSError, DamagedFileError) as error:
         raise ProfileError(_unreadable(folder, error)) from error
     return content
+
+
+def _has_room(parent: Path, curvature: Curvature, folder: Path) -> bool:
+    """Return whether the disk has room for the curvature; warn if it does not."""
+    size, free = sum(path.stat().st_size for path in curvature.folder.iterdir()), shutil.disk_usage(parent).free
+    if size < free:
+        return True
+    logger.warning(
+        "%s is written without the output curvature, %.1f GB, because its disk has %.1f GB free; runs that plan by the "
+        "profile measure it again.",
+        folder,
+        size / 1e9,
+        free / 1e9,
+    )
+    return False
 
 
 def _unreadable(folder: Path, error: Exception | str) -> str:

@@ -23,7 +23,9 @@ from oneshot.machine.memory import release_heap, reset_peak
 from oneshot.planning import Profile
 from oneshot.profiling import (
     Timings,
+    curvature_of_profile,
     curvature_tokens,
+    holds_curvature,
     load_profile,
     make_profile,
     measure_curvature,
@@ -178,9 +180,17 @@ class Run:
         written = self._calibration.written
         return None if written is None else {"seed": self.config.seed, "token_ids": written.token_ids.tolist()}
 
+    @property
+    def has_curvature(self) -> bool:
+        """Return whether a profile is given that also has the output curvature."""
+        profile = self.config.profile
+        return profile is not None and holds_curvature(Path(profile).expanduser())
+
     @cached_property
     def curvature(self) -> Curvature:
-        """Return the output curvature of every layer, measured when it is first needed."""
+        """Return the output curvature of every layer, measured when it is first needed or read from the profile."""
+        if self.plans_by_profile and self.has_curvature:
+            return curvature_of_profile(Path(str(self.config.profile)).expanduser())
         num_tokens = self.text.first(curvature_tokens(self.text.num_tokens)).num_tokens
         progress = ProgressBar(
             self.tracker,
@@ -224,7 +234,7 @@ class Run:
             self.machine,
             kinds=schedule.profiled_kinds,
             with_embedding=schedule.profiles_embedding,
-            curvature=self.curvature if schedule.measures_curvature else None,
+            curvature=self.curvature if schedule.weighs_output else None,
             tracker=self.tracker,
         )
 

@@ -169,7 +169,8 @@ def test_a_profile_alone_is_also_planned_in_groups(large: Callable[[int | None],
     def of_profile(limit: int | None, kind: str = "ffn") -> Footprint:
         config = replace(large(limit), form="per-layer")
         with open_run(config) as run:
-            schedule = replace(profile_schedule(run.grid, run.method), profiled_kinds=(kind,), measures_curvature=False)
+            schedule = profile_schedule(run.grid, run.method)
+            schedule = replace(schedule, profiled_kinds=(kind,), weighs_output=False, measures_curvature=False)
             return footprint_of(run, config, schedule, None)
 
     whole, least = of_profile(None), least_of(of_profile)

@@ -28,7 +28,8 @@ FEW: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name not in TELLING}
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name not in TELLING]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 @pytest.mark.parametrize("name", FEW)

@@ -28,7 +28,7 @@ from oneshot.errors import ConfigError, OutputError, PlanError, ProfileError
 from oneshot.export.per_layer import PerLayerForm
 from oneshot.families import LLAMA
 from oneshot.linalg.interpolative import nested_errors, ordered_factor
-from oneshot.pipeline import compress, compress_sizes, profile
+from oneshot.pipeline import compress, compress_sizes, predict, profile
 from oneshot.planning import Budget, Damages, Grid, LayerPlan, Plan, Profile, predicted_damage
 from oneshot.planning.damages import removed_fluctuation
 from oneshot.planning.widths import meet_budget
@@ -332,6 +332,38 @@ def test_a_plan_from_a_profile_does_not_write_the_text_again(
     for changes in ({"seed": 1}, {"form": "stock"}, {"num_sequences": 6}):
         with pytest.raises(AssertionError, match="text was written"):
             compress(make_config(checkpoint, **options | changes, output=str(tmp_path / "other")))
+
+
+def test_a_plan_from_a_profile_does_not_measure_the_curvature_again(
+    make_checkpoint: MakeCheckpoint,
+    make_config: MakeConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It is the profile's, to the last bit, unless the disk had no room for it; a damaged one is refused."""
+    checkpoint = make_checkpoint(layers=1)
+    options: dict[str, Any] = {"form": "per-layer", "round_to": 1, "sparsity": 0.1}
+    whole, without = str(tmp_path / "whole"), str(tmp_path / "without")
+    profile(make_config(checkpoint, **options | {"sparsity": 0.0}, output=whole))
+    with monkeypatch.context() as full:
+        usage = SimpleNamespace(disk_usage=lambda _: SimpleNamespace(free=1000))
+        full.setattr("oneshot.profiling.files.shutil", usage)
+        profile(make_config(checkpoint, **options | {"sparsity": 0.0}, output=without))
+    assert f"{without} is written without the output curvature, 0.0 GB" in caplog.text
+    stored = []
+    for name, further in (("within", {}), ("again", {"profile": without})):
+        compress(make_config(checkpoint, **options, **further, output=str(tmp_path / name)))
+        stored.append((tmp_path / name / "model.safetensors").read_bytes())
+    monkeypatch.setattr("oneshot.run.run.measure_curvature", None)  # cannot be called
+    planned = make_config(checkpoint, **options, profile=whole, output=str(tmp_path / "planned"))
+    assert predict(replace(planned, output=str(tmp_path / "dry"))).scratch_bytes == 0
+    compress(planned)
+    assert [*stored, (tmp_path / "planned" / "model.safetensors").read_bytes()] == [stored[0]] * 3
+    damaged = tmp_path / "whole" / "curvature" / "layer-0.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    with pytest.raises(ProfileError, match=r"curvature/layer-0\.safetensors was damaged"):
+        compress(replace(planned, output=str(tmp_path / "refused")))
 
 
 def test_an_existing_profile_is_not_replaced(profiled: tuple[Profile, Any]) -> None:
