@@ -277,7 +277,7 @@ def test_combinations_of_selectors_and_corrections() -> None:
         assert schedule.solves_heads == (heads != "none")
         assert not schedule.corrects_up
         assert not schedule.finds_subspaces
-    assert checked == 2 * (10 * 3 - 1) * 4
+    assert checked == 2 * (9 * 3 - 1) * 4
 
 
 @pytest.mark.parametrize(
