@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 
-from oneshot.config import Config
+from oneshot.config import Config, Target
 from oneshot.machine import ALONE, Machine, Workers
+from oneshot.method import Method
+from oneshot.planning import Budget, Damages, Grid, Problem
 from oneshot.text import load_text, load_tokenizer
 
 GPT2_SIZES = {
@@ -96,6 +98,14 @@ def cpu_machine(scratch: Path, *, batch_size: int = 16, workers: Workers = ALONE
     """Return a machine that computes in float32 on the CPU."""
     settings: dict[str, Any] = {"device": torch.device("cpu"), "dtype": torch.float32} | changes
     return Machine(scratch=scratch, batch_size=batch_size, workers=workers, **settings)
+
+
+def problem_of(
+    grid: Grid, target: float, damages: Damages | None = None, *, round_to: int | None = None, **method: Any
+) -> Problem:
+    """Return what a planner is asked: so many stored parameters, by a method that reduces FFNs unless it says else."""
+    asked = Method(**{"ffn": "id", "heads": "none", "correction": "two-stream"} | method)
+    return Problem(grid, asked, Target(sparsity=0.1, round_to=round_to), Budget(target), damages)
 
 
 def silence(model: Any, *, attention: Sequence[int] = (), ffn: Sequence[int] = ()) -> None:

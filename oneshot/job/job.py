@@ -23,13 +23,13 @@ from oneshot.planning import (
     MANY_NEURONS,
     expected_of_equal_layers,
     expected_of_own_sizes,
+    least_share,
     make_plan,
     quantiser_groups,
     removed_neurons,
     with_share,
     with_steps,
 )
-from oneshot.planning.sizes import least_share
 from oneshot.report.card import REPORT_NAME
 from oneshot.report.records import Footprint, Report
 from oneshot.run import SAVED_TEXT, SAVED_TIMINGS, Run, better_form, budget_of, file_bytes, footprint_of, stages_of

@@ -1,7 +1,7 @@
 """From a target to a plan: the kept sizes, within what the form of the result can state. No weights, no text.
 
-`sizes.make_plan` is the entry; `hidden_size`, `widths`, `own_sizes`, `vocabulary` and `depth` plan one kind of size
-each, by the `damages` that a profile predicts.
+`sizes.make_plan` is the entry. Its steps are in `sizes.planned`: sizes that are `stated`, sizes that all layers share
+(`equal_sizes`, `hidden_size`), and each layer's `own_sizes`, by the `damages` that a profile predicts.
 """
 
 from oneshot.planning.budget import Budget, default_round_to, missed_target
@@ -13,16 +13,17 @@ from oneshot.planning.expected import (
     expected_of_own_sizes,
     removed_neurons,
 )
-from oneshot.planning.experts import expert_counts
 from oneshot.planning.grid import Grid
 from oneshot.planning.groups import quantiser_groups
 from oneshot.planning.hidden_size import groups_of_positions, spread_hidden_sizes
 from oneshot.planning.kept import find_kept
-from oneshot.planning.loss import STEP as LEAST_SHARE
-from oneshot.planning.loss import with_share, within_loss
 from oneshot.planning.mixture import MixtureVerdict, mixture_verdict
+from oneshot.planning.options import expert_counts
 from oneshot.planning.plan import LEFT_OUT, HiddenPlan, LayerPlan, Plan, dense_plan, removed_unit
-from oneshot.planning.sizes import make_plan, parameter_budget, predicted_curve, predicted_divergences, with_steps
+from oneshot.planning.predicted import LEAST_SHARE, predicted_curve, predicted_divergences, with_share, within_loss
+from oneshot.planning.problem import Problem
+from oneshot.planning.sizes import least_share, make_plan, parameter_budget, reduced
+from oneshot.planning.stated import with_steps
 from oneshot.planning.unsupported import reason_against_own_sizes
 from oneshot.planning.vocabulary import smaller_tables, vocabulary_ranges
 
@@ -37,6 +38,7 @@ __all__ = [
     "LayerPlan",
     "MixtureVerdict",
     "Plan",
+    "Problem",
     "Profile",
     "ProfileOrigin",
     "default_round_to",
@@ -46,6 +48,7 @@ __all__ = [
     "expert_counts",
     "find_kept",
     "groups_of_positions",
+    "least_share",
     "make_plan",
     "missed_target",
     "mixture_verdict",
@@ -56,6 +59,7 @@ __all__ = [
     "profiled_damages",
     "quantiser_groups",
     "reason_against_own_sizes",
+    "reduced",
     "removed_neurons",
     "removed_unit",
     "smaller_tables",

@@ -1,17 +1,17 @@
 """The predicted cost of sizes, from a profile."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
 
-from oneshot.architecture import RANKED_KINDS, ModelShape
+from oneshot.architecture import RANKED_KINDS
 from oneshot.errors import CheckpointError
 from oneshot.method import Allocation
 from oneshot.planning.curves import Profile
 from oneshot.planning.grid import Grid
-from oneshot.planning.heads import head_sizes
+from oneshot.planning.options import head_sizes
 from oneshot.planning.plan import Plan, RemovedUnit
 from oneshot.planning.vocabulary import vocabulary_ranges
 
@@ -20,28 +20,16 @@ from oneshot.planning.vocabulary import vocabulary_ranges
 EMBEDDING_CAUTION = 2.0
 # Of what removed experts cost, this share stays when the others are corrected (benchmarks/records/experiments.md).
 CORRECTED_SHARE = 0.45
-UNKNOWN = torch.empty(0, 0, dtype=torch.float64)
 TINY = torch.finfo(torch.float64).tiny
 
+Damages = dict[str, torch.Tensor]
+"""The predicted loss of every size, in nats per token, as only sensitivities are; what is unknown has no entry.
 
-@dataclass(frozen=True)
-class Damages:
-    """The predicted loss of keeping k neurons, `ffn (layers, n + 1)`, or k head units, `heads (layers, units + 1)`.
-
-    `layers (layers,)`: of leaving out a whole layer. `embedding (ranges, D + 1)`: of rank r of a range of the
-    vocabulary. `queries_keys`, `values (layers, h + 1)`: of sizes inside heads. `ranks (layers, kinds, D + 1)`: of
-    linears of each of `RANKED_KINDS`. `experts (layers, E + 1)`: of keeping so many experts. All are in nats per token,
-    as only sensitivities are; the last five are empty if they are unknown.
-    """
-
-    ffn: torch.Tensor
-    heads: torch.Tensor
-    layers: torch.Tensor
-    embedding: torch.Tensor
-    queries_keys: torch.Tensor = UNKNOWN
-    values: torch.Tensor = UNKNOWN
-    ranks: torch.Tensor = UNKNOWN
-    experts: torch.Tensor = UNKNOWN
+`ffn (layers, n + 1)`: of keeping k neurons. `heads (layers, units + 1)`: of k head units. `layers (layers,)`: of
+leaving out a whole layer. `embedding (ranges, D + 1)`: of rank r of a range of the vocabulary. The others are named by
+their field of a `LayerPlan`: `query_key_size`, `value_size (layers, h + 1)`, `num_experts (layers, E + 1)`, and the
+ranks of linears, `query_key_rank`, … `(layers, D + 1)`.
+"""
 
 
 def profiled_damages(profile: Profile, allocation: Allocation, grid: Grid) -> Damages:
@@ -50,9 +38,8 @@ def profiled_damages(profile: Profile, allocation: Allocation, grid: Grid) -> Da
     Raises `CheckpointError` if a cost is not a number.
     """
     damages = ALLOCATIONS[allocation](profile, grid)
-    for kind in ("ffn", "heads", "layers", "queries_keys", "values", "ranks", "experts"):
-        costs: torch.Tensor = getattr(damages, kind)
-        if costs.isnan().any():
+    for kind, costs in damages.items():
+        if kind != "embedding" and costs.isnan().any():
             raise CheckpointError(
                 f"In layer {int(costs.isnan().nonzero()[0, 0])} the profile of {kind} is not a number, because weights "
                 "are too large for its sums; check the weights of this layer and those before it."
@@ -65,20 +52,22 @@ def even_damages(grid: Grid, head_unit: RemovedUnit) -> Damages:
     shape, layers = grid.shape, grid.shape.num_hidden_layers
     of_layers = [shape.of(layer) for layer in range(layers)]
 
-    def even(size: int, *rows: int) -> torch.Tensor:
-        return torch.linspace(1, 0, size + 1, dtype=torch.float64).expand(*rows, -1).clone()
+    def even(size: int) -> torch.Tensor:
+        return torch.linspace(1, 0, size + 1, dtype=torch.float64)
 
     def of_own(sizes: list[int]) -> torch.Tensor:
-        return torch.nn.utils.rnn.pad_sequence([even(size, 1)[0] for size in sizes], batch_first=True)
+        return torch.nn.utils.rnn.pad_sequence([even(size) for size in sizes], batch_first=True)
 
-    ranges = len(vocabulary_ranges(shape.vocab_size)) if grid.ranks_embedding else 0
-    return Damages(
-        of_own([one.intermediate_size for one in of_layers]),
-        of_own([len(head_sizes(one, head_unit)) for one in of_layers]),
-        torch.ones(layers, dtype=torch.float64),
-        even(shape.hidden_size, ranges),
-        ranks=even(shape.hidden_size, layers, len(RANKED_KINDS)),
-    )
+    damages = {
+        "ffn": of_own([one.intermediate_size for one in of_layers]),
+        "heads": of_own([len(head_sizes(one, head_unit)) for one in of_layers]),
+        "layers": torch.ones(layers, dtype=torch.float64),
+    }
+    if grid.ranks_embedding:
+        damages["embedding"] = even(shape.hidden_size).expand(len(vocabulary_ranges(shape.vocab_size)), -1)
+    if shape.experts is not None:
+        damages["num_experts"] = even(shape.experts.count).expand(layers, -1)
+    return damages | {f"{kind}_rank": even(shape.hidden_size).expand(layers, -1) for kind in RANKED_KINDS}
 
 
 def sensitivity_damages(profile: Profile, _: Grid) -> Damages:
@@ -87,15 +76,16 @@ def sensitivity_damages(profile: Profile, _: Grid) -> Damages:
     The embedding counts `EMBEDDING_CAUTION` times, and a sublayer that is left out its own measured divergence.
     """
     damages = _weighted_errors(profile, profile.ffn_sensitivity, profile.head_sensitivity)
-    damages.ffn[:, 0], damages.heads[:, 0] = profile.ffn_divergence, profile.head_divergence
-    return replace(
-        damages,
-        embedding=EMBEDDING_CAUTION * profile.embedding_sensitivity * profile.embedding_errors,
-        queries_keys=profile.query_key_sensitivity.unsqueeze(1) * profile.query_key_errors,
-        values=profile.value_sensitivity.unsqueeze(1) * profile.value_errors,
-        ranks=profile.stream_sensitivity.view(-1, 1, 1) * profile.rank_errors,
-        experts=CORRECTED_SHARE * profile.expert_sensitivity.unsqueeze(1) * profile.expert_errors,
-    )
+    damages["ffn"][:, 0], damages["heads"][:, 0] = profile.ffn_divergence, profile.head_divergence
+    if len(profile.embedding_errors):
+        damages["embedding"] = EMBEDDING_CAUTION * profile.embedding_sensitivity * profile.embedding_errors
+    ranks = profile.stream_sensitivity.view(-1, 1, 1) * profile.rank_errors
+    return damages | {
+        "query_key_size": profile.query_key_sensitivity.unsqueeze(1) * profile.query_key_errors,
+        "value_size": profile.value_sensitivity.unsqueeze(1) * profile.value_errors,
+        "num_experts": CORRECTED_SHARE * profile.expert_sensitivity.unsqueeze(1) * profile.expert_errors,
+        **{f"{kind}_rank": ranks[:, index] for index, kind in enumerate(RANKED_KINDS)},
+    }
 
 
 def error_damages(profile: Profile, _: Grid) -> Damages:
@@ -112,17 +102,16 @@ def influence_damages(profile: Profile, _: Grid) -> Damages:
 def flap_damages(profile: Profile, _: Grid) -> Damages:
     """Return the fluctuations of removed neurons, standardised in every layer (`removed_fluctuation`)."""
     ffn = removed_fluctuation(profile.ffn_fluctuation)
-    return Damages(ffn, torch.zeros_like(profile.head_errors), profile.layer_divergence, UNKNOWN)
+    return {"ffn": ffn, "heads": torch.zeros_like(profile.head_errors), "layers": profile.layer_divergence}
 
 
 def _weighted_errors(profile: Profile, ffn: torch.Tensor, heads: torch.Tensor) -> Damages:
     """Return the errors times weights of layers, `(layers,)` each."""
-    return Damages(
-        ffn.unsqueeze(1) * profile.ffn_errors,
-        heads.unsqueeze(1) * profile.head_errors,
-        profile.layer_divergence,
-        UNKNOWN,
-    )
+    return {
+        "ffn": ffn.unsqueeze(1) * profile.ffn_errors,
+        "heads": heads.unsqueeze(1) * profile.head_errors,
+        "layers": profile.layer_divergence,
+    }
 
 
 def stat_damages(profile: Profile, grid: Grid, *, is_reversed: bool = False) -> Damages:
@@ -146,7 +135,7 @@ def stat_damages(profile: Profile, grid: Grid, *, is_reversed: bool = False) -> 
         return share * weights * errors
 
     ffn, heads = expected(profile.ffn_tails, 1 - attention_share), expected(profile.head_tails, attention_share)
-    return Damages(ffn, heads, profile.layer_divergence, UNKNOWN)
+    return {"ffn": ffn, "heads": heads, "layers": profile.layer_divergence}
 
 
 def removed_fluctuation(fluctuation: torch.Tensor) -> torch.Tensor:
@@ -175,26 +164,21 @@ ALLOCATIONS: dict[str, Callable[[Profile, Grid], Damages]] = {
 """The predicted losses by which layers share a target, by name in `method.Allocation`."""
 
 
-def predicted_damage(plan: Plan, shape: ModelShape, damages: Damages) -> float:
+def predicted_damage(plan: Plan, damages: Damages) -> float:
     """Return the sum of the damages of a plan's sizes."""
-    total = sum(float(damages.embedding[index, table.rank]) for index, table in enumerate(plan.embedding))
+    total = sum(float(damages["embedding"][index, table.rank]) for index, table in enumerate(plan.embedding))
     for layer, kept in enumerate(plan.layers):
         if kept.is_left_out:
-            total += float(damages.layers[layer])
+            total += float(damages["layers"][layer])
             continue
         units = kept.num_key_value_heads
         if plan.head_unit != "kv-group" and units:
             units = kept.num_attention_heads // units
-        heads = damages.heads[layer, units]
-        total += float(damages.ffn[layer, kept.intermediate_size] + heads)
-        if kept.query_key_size is not None and len(damages.queries_keys):
-            total += float(damages.queries_keys[layer, kept.query_key_size])
-        if kept.value_size is not None and len(damages.values):
-            total += float(damages.values[layer, kept.value_size])
-        if kept.num_experts is not None and len(damages.experts):
-            total += float(damages.experts[layer, kept.num_experts])
-        if len(damages.ranks):
-            total += sum(
-                float(damages.ranks[layer, RANKED_KINDS.index(kind), rank]) for kind, rank in kept.ranks.items()
-            )
+        total += float(damages["ffn"][layer, kept.intermediate_size] + damages["heads"][layer, units])
+        for name in ("query_key_size", "value_size", "num_experts"):
+            size = getattr(kept, name)
+            if size is not None and name in damages:
+                total += float(damages[name][layer, size])
+        ranks = ((f"{kind}_rank", rank) for kind, rank in kept.ranks.items())
+        total += sum(float(damages[name][layer, rank]) for name, rank in ranks if name in damages)
     return total

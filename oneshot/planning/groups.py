@@ -8,8 +8,7 @@ from oneshot.config import Target
 from oneshot.method import Method
 from oneshot.planning.budget import width_step
 from oneshot.planning.grid import Grid
-from oneshot.planning.heads import head_sizes
-from oneshot.planning.own_sizes import inner_sizes, rank_options
+from oneshot.planning.options import head_sizes, inner_sizes, rank_options
 from oneshot.planning.plan import LayerPlan, Plan
 from oneshot.planning.serving import inputs_of
 
@@ -48,14 +47,12 @@ def quantiser_groups(grid: Grid, method: Method, plan: Plan, target: Target, *, 
         for one in (plan, whole)
     )
     if by_profile:
-        values = inner_sizes(grid) if method.plans_inner_sizes else []
+        sizes = {one["value_size"] for one in inner_sizes(grid)} if method.plans_inner_sizes else {None}
+        values = {size or shape.head_dim for size in sizes}
         for own in shape.distinct:
             heads = head_sizes(own, plan.head_unit) if method.reduces_heads else []
-            fixed |= {
-                some.get("num_attention_heads", own.num_attention_heads) * inner.get("value_size", shape.head_dim)
-                for some in heads or [{}]
-                for inner in values or [{}]
-            }
+            counts = {some["num_attention_heads"] for some in heads} or {own.num_attention_heads}
+            fixed |= {count * size for count in counts for size in values}
             for kind in RANKED_KINDS if method.plans_ranks else ():
                 stepped |= {rank for rank in rank_options(own, kind, target.round_to) if rank is not None}
         if method.reduces_ffn:

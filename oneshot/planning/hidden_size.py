@@ -5,28 +5,33 @@ from dataclasses import replace
 
 import torch
 
-from oneshot.config import Target
 from oneshot.errors import ConfigError, PlanError
 from oneshot.planning.budget import Budget, default_round_to
 from oneshot.planning.grid import Grid
 from oneshot.planning.plan import HiddenPlan, Plan
+from oneshot.planning.problem import Problem, nearest
 
 PRICE_STEPS = 60  # bisection steps for the price of a parameter
 
 
-def plan_hidden(
-    grid: Grid, plan: Plan, target: Target, group_size: int, *, sublayers_shrink: bool, budget: Budget
-) -> Plan:
+def plan_hidden(problem: Problem, plan: Plan, *, sublayers_shrink: bool) -> Plan:
     """Return the plan with one width for all groups: the given one, or the one that the budget chooses."""
-    shape, by_target = grid.shape, target.hidden_size is None
+    grid, target, shape, show = problem.grid, problem.target, problem.grid.shape, problem.budget.show
+    by_target = target.hidden_size is None
     if sublayers_shrink and by_target:
         raise ConfigError("Give --set hidden_size= if FFN or heads also shrink; they take what is left.")
     if not sublayers_shrink and not by_target and target.states_share:
         raise ConfigError("Give either --set hidden_size= or a target if only the hidden size shrinks.")
-    group_of = groups_of_positions(grid.family.last_stack.position(shape.num_hidden_layers), group_size)
+    group_of = groups_of_positions(grid.family.last_stack.position(shape.num_hidden_layers), problem.method.group_size)
 
     def with_width(size: int) -> Plan:
         return replace(plan, hidden=HiddenPlan(group_of, (size,) * len(group_of)))
+
+    def refusal(least: float) -> PlanError:
+        return PlanError(
+            f"The hidden size alone cannot reach {show(problem.budget.target)}: {widths[0]} gives {show(least)}, all "
+            f"of it {show(largest)}; ask for a smaller --sparsity."
+        )
 
     if target.hidden_size is not None:
         if target.hidden_size > shape.hidden_size:
@@ -38,14 +43,10 @@ def plan_hidden(
     widths = range(step, shape.hidden_size, step)
     if not widths:
         grid.refuse_step(step, "hidden size", shape.hidden_size)
-    measures = [budget.measure(grid.stack(with_width(size))) for size in widths]
-    largest = budget.measure(grid.stack(with_width(shape.hidden_size)))
-    if not measures[0] <= budget.target <= largest:
-        raise PlanError(
-            f"The hidden size alone cannot reach {budget.show(budget.target)}: {widths[0]} gives "
-            f"{budget.show(measures[0])}, all of it {budget.show(largest)}; ask for a smaller --sparsity."
-        )
-    return with_width(budget.choose(widths, measures))
+    largest = problem.measure(with_width(shape.hidden_size))
+    if problem.budget.target > largest:
+        raise refusal(problem.measure(with_width(widths[0])))
+    return nearest(problem, [with_width(size) for size in widths], refusal)
 
 
 def groups_of_positions(sublayers: int, group_size: int) -> tuple[int, ...]:

@@ -14,10 +14,10 @@ from oneshot.method import Method
 from oneshot.planning.budget import width_step
 from oneshot.planning.curves import Profile
 from oneshot.planning.damages import Damages, predicted_damage, profiled_damages
-from oneshot.planning.experts import expert_counts
 from oneshot.planning.grid import Grid
-from oneshot.planning.loss import LOST_FOR_PREDICTED
+from oneshot.planning.options import expert_counts
 from oneshot.planning.plan import Plan, dense_plan
+from oneshot.planning.predicted import LOST_FOR_PREDICTED
 
 ALLOWED = (0.01, 0.02, 0.05, 0.1, 0.25)  # rises of the perplexity that a verdict has a size for
 LITTLE = 1.05  # two losses that differ by less are taken as equal
@@ -82,7 +82,7 @@ class MixtureVerdict:
 
 
 def rise_of(nats: float) -> float:
-    """Return the share by which a predicted loss raises the perplexity on text of other kinds (`planning.loss`)."""
+    """Return the share by which a predicted loss raises the perplexity on text of other kinds (`predicted.py`)."""
     return math.expm1(LOST_FOR_PREDICTED * nats)
 
 
@@ -128,7 +128,7 @@ def _priced(grid: Grid, damages: Damages, plans: Sequence[Plan]) -> tuple[list[f
     """Return the removed shares of the stored parameters of plans, and their predicted losses."""
     whole = max(grid.stack(plan).stored_parameters() for plan in plans)  # all are options
     removed = [1 - grid.stack(plan).stored_parameters() / whole for plan in plans]
-    return removed, [predicted_damage(plan, grid.shape, damages) for plan in plans]
+    return removed, [predicted_damage(plan, damages) for plan in plans]
 
 
 def _most(priced: tuple[list[float], list[float]], rise: float) -> float:

@@ -23,7 +23,7 @@ from oneshot.job import Job
 from oneshot.max_loss import compress_within
 from oneshot.parsing import parse_share
 from oneshot.pipeline import compress, predict
-from oneshot.planning.loss import LOST_FOR_PREDICTED, with_share
+from oneshot.planning.predicted import LOST_FOR_PREDICTED, with_share
 from oneshot.report.additions import add_check
 from oneshot.report.card import REPORT_NAME
 from oneshot.report.records import Check

@@ -30,7 +30,7 @@ from oneshot.config import Config
 from oneshot.errors import CalibrationError, CheckpointError, OneshotError
 from oneshot.machine import Workers
 from oneshot.pipeline import compress, predict, profile
-from oneshot.planning import HiddenPlan
+from oneshot.planning import HiddenPlan, Problem
 from oneshot.stream import Layer, States, Step
 from oneshot.text import Text, load_pairs
 
@@ -452,8 +452,9 @@ def test_the_stored_model_has_the_streams_logits(
     assert float((logits - expected).norm() / expected.norm()) < 2e-5
 
 
-def full_width(grid: Any, plan: Any, *_: Any, **__: Any) -> Any:
+def full_width(problem: Problem, plan: Any, **_: Any) -> Any:
     """Return a plan that rotates the residual stream and leaves nothing out."""
+    grid = problem.grid
     positions = grid.family.last_stack.position(grid.shape.num_hidden_layers) + 1
     return replace(plan, hidden=HiddenPlan((0,) * positions, (grid.shape.hidden_size,) * positions))
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from factories import MakeCheckpoint, MakeConfig, build_model
+from factories import MakeCheckpoint, MakeConfig, build_model, problem_of
 from families.cases import CASES
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -29,14 +29,13 @@ from oneshot.pipeline import compress, predict
 from oneshot.planning import (
     LEFT_OUT,
     Budget,
-    Damages,
     Grid,
     LayerPlan,
     Plan,
     make_plan,
     predicted_damage,
 )
-from oneshot.planning.depth import with_fewer_layers
+from oneshot.planning.equal_sizes import with_fewer_layers
 from oneshot.recipes import find_recipe
 
 IDS = torch.arange(3, 51).view(2, 24)
@@ -71,14 +70,9 @@ def test_the_last_layer_with_attention_stays(name: str, make_checkpoint: MakeChe
     model = open_model(str(make_checkpoint(**options)), tmp_path)
     grid = form_of("stock", model.family).grid(model)
     plan = Plan((LayerPlan(grid.shape.intermediate_size, 4, 2),) * 3, "kv-group")
-    dense = grid.stack(plan).stored_parameters()
-    by_layer = torch.tensor([2.0, 1.0, 3.0])
-    damages = Damages(torch.zeros(3, 1), torch.zeros(3, 1), by_layer, torch.zeros(0, 0))
-    sizes = [layer.parameters() for layer in grid.stack(plan).layers]
-    for count, kept in ((1, [1, 2]), (2, [1])):
-        budget = Budget(dense - sum(sizes) + sum(sizes[layer] for layer in kept))
-        found = with_fewer_layers(grid, plan, budget, damages, None)
-        assert list(found.kept_layers) == kept, count
+    problem = problem_of(grid, 0, {"layers": torch.tensor([2.0, 1.0, 3.0])}, depth="sensitivity")
+    found = [option.kept_layers for option in with_fewer_layers(problem, plan)]
+    assert found == [[0, 1, 2], [1, 2], [1]]
 
 
 @pytest.mark.parametrize("form", ["stock", "per-layer"])
@@ -166,12 +160,11 @@ def test_the_plan_is_the_best_of_all_subsets(seed: int, share: float) -> None:
     grid = Grid(LLAMA, shape)
     generator = np.random.default_rng(seed)
     curve = np.sort(generator.random(width + 1))[::-1].copy()
-    damages = Damages(
-        torch.from_numpy(np.tile(curve, (layers, 1))),
-        torch.zeros(layers, 3),
-        torch.from_numpy(generator.random(layers) * 4),
-        torch.empty(0, 0),
-    )
+    damages = {
+        "ffn": torch.from_numpy(np.tile(curve, (layers, 1))),
+        "heads": torch.zeros(layers, 3),
+        "layers": torch.from_numpy(generator.random(layers) * 4),
+    }
     dense = shape.stack().stored_parameters()
     budget = Budget(round(dense - share * shape.stack().all_layer_parameters()))
     method = grid.settle(find_recipe("oneshot", depth="sensitivity"), Target(sparsity=share))
@@ -195,10 +188,10 @@ def test_the_plan_is_the_best_of_all_subsets(seed: int, share: float) -> None:
             if grid.stack(options[0]).stored_parameters() - budget.target > smallest * (layers - count) / 2:
                 continue  # out of reach
             chosen = options[distances.index(nearest)]
-            best = min(best, predicted_damage(chosen, shape, damages))
+            best = min(best, predicted_damage(chosen, damages))
     assume(best < float("inf"))
     found = make_plan(grid, method, Target(sparsity=0.1, round_to=4), damages, budget)
-    assert predicted_damage(found, shape, damages) == pytest.approx(best)
+    assert predicted_damage(found, damages) == pytest.approx(best)
 
 
 def test_fewer_layers_reach_what_narrow_ones_do_not(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from oneshot.architecture import ModelShape
+from oneshot.architecture import RANKED_KINDS, ModelShape
 from oneshot.config import Target
 from oneshot.export.modeling_oneshot import OneshotConfig, OneshotForCausalLM
 from oneshot.export.per_layer import PerLayerForm, per_layer_config
@@ -32,8 +32,10 @@ def random_damages(seed: int) -> Damages:
         falling[..., -1] = 0
         return falling
 
-    inner = curves(3, 65), curves(3, 65)
-    return Damages(curves(3, 769), curves(3, 5), torch.ones(3), curves(8, 513), *inner, curves(3, 4, 513))
+    sizes = {"query_key_size": 65, "value_size": 65, "ffn": 769, "heads": 5}
+    sizes |= {f"{kind}_rank": 513 for kind in RANKED_KINDS}
+    of_layers = {name: curves(3, size) for name, size in sizes.items()}
+    return of_layers | {"layers": torch.ones(3), "embedding": curves(8, 513)}
 
 
 def inputs(grid: Any, plan: Plan) -> set[int]:

@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 import scipy.linalg
 import torch
-from factories import MakeCheckpoint, MakeConfig, assert_cache_changes_nothing, build_model, calibration_tokens
+from factories import (
+    MakeCheckpoint,
+    MakeConfig,
+    assert_cache_changes_nothing,
+    build_model,
+    calibration_tokens,
+    problem_of,
+)
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
@@ -22,8 +29,7 @@ from oneshot.export.per_layer import PerLayerForm
 from oneshot.families import LLAMA
 from oneshot.method import DAMPING
 from oneshot.pipeline import compress, predict, profile
-from oneshot.planning import Budget, Damages, LayerPlan, Plan
-from oneshot.planning.widths import meet_budget
+from oneshot.planning import LayerPlan, Plan, reduced
 from oneshot.profiling.probes import MIN_PROBE_ERROR, probe_size
 
 CPU = torch.device("cpu")
@@ -44,7 +50,8 @@ def test_plans_are_the_best_of_all(seed: int, share: float, has_heads: bool, lea
         return falling
 
     ffn, heads, scores, values = curves(9), curves(3), curves(5), curves(5)
-    damages = Damages(*map(torch.from_numpy, (ffn, heads, np.ones(2), np.empty(0), scores, values)))
+    known = {"ffn": ffn, "heads": heads, "layers": np.ones(2), "query_key_size": scores, "value_size": values}
+    damages = {name: torch.from_numpy(one) for name, one in known.items()}
     widths, units = [0] * leaves_out + [4, 8], [1, 2] if has_heads else [2]
     attentions = [(unit, *sizes) for unit in units for sizes in itertools.product((2, 4), (2, 3, 4))]
     attentions += [(0, 4, 4)] * leaves_out
@@ -72,9 +79,10 @@ def test_plans_are_the_best_of_all(seed: int, share: float, has_heads: bool, lea
     assume(fitting)
     model: Any = SimpleNamespace(family=LLAMA, shape=shape)
     grid, whole = PerLayerForm().grid(model), Plan((LayerPlan(8, 4, 2),) * 2, "query-head")
-    options: dict[str, Any] = {"reduce_ffn": True, "reduce_heads": has_heads, "round_to": 4, "damages": damages}
+    options: dict[str, Any] = {"heads": "id" if has_heads else "none", "depth": "sublayers" if leaves_out else "none"}
+    problem = problem_of(grid, target, damages, round_to=4, inner_sizes="sensitivity", **options)
     try:
-        plan = meet_budget(grid, whole, Budget(target), **options, leave_out_sublayers=leaves_out, reduce_inner=True)
+        plan = reduced(problem, whole)
     except OneshotError:
         assume(False)  # the best plan has no attention at all
     assert grid.stack(plan).stored_parameters() <= target

@@ -10,7 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from factories import MakeCheckpoint, MakeConfig, assert_cache_changes_nothing, build_model, calibration_tokens
+from factories import (
+    MakeCheckpoint,
+    MakeConfig,
+    assert_cache_changes_nothing,
+    build_model,
+    calibration_tokens,
+    problem_of,
+)
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -25,8 +32,7 @@ from oneshot.export.per_layer import PerLayerForm
 from oneshot.families import LLAMA
 from oneshot.linalg.low_rank import ROOT_DAMPING
 from oneshot.pipeline import compress, predict, profile
-from oneshot.planning import Budget, Damages, LayerPlan, Plan
-from oneshot.planning.widths import meet_budget
+from oneshot.planning import Damages, LayerPlan, Plan, reduced
 from oneshot.profiling.layer_profile import RANK_SHARE
 from oneshot.profiling.probes import probe_size
 from oneshot.report.terminal import print_report
@@ -97,8 +103,8 @@ def test_plans_are_the_best_of_all(seed: int, share: float, kinds: tuple[RankedK
         return falling
 
     ffn, heads, ranks = curves(13), curves(3), curves(4, 9)
-    empty = np.empty(0)
-    damages = Damages(*map(torch.from_numpy, (ffn, heads, np.ones(2), empty, empty, empty, ranks)))
+    damages: Damages = {"ffn": torch.from_numpy(ffn), "heads": torch.from_numpy(heads), "layers": torch.ones(2)}
+    damages |= {f"{kind}_rank": torch.from_numpy(ranks[:, RANKED_KINDS.index(kind)]) for kind in kinds}
 
     def numbers(rows: int, columns: int, rank: int) -> int:
         return rows * columns if rank == 8 else rank * (rows + columns - rank) + columns
@@ -128,16 +134,7 @@ def test_plans_are_the_best_of_all(seed: int, share: float, kinds: tuple[RankedK
     assume(fitting)
     model: Any = SimpleNamespace(family=LLAMA, shape=shape)
     grid, whole = PerLayerForm().grid(model), Plan((LayerPlan(12, 4, 2),) * 2, "query-head")
-    plan = meet_budget(
-        grid,
-        whole,
-        Budget(target),
-        reduce_ffn=True,
-        reduce_heads=False,
-        round_to=2,
-        damages=damages,
-        ranked_kinds=kinds,
-    )
+    plan = reduced(problem_of(grid, target, damages, round_to=2, ranks="sensitivity"), whole)
     assert grid.stack(plan).stored_parameters() <= target
     found = sum(
         ffn[layer, kept.intermediate_size]

@@ -7,15 +7,14 @@ import pytest
 import torch
 from torch import nn
 
-from oneshot.architecture import ExpertSizes, ModelShape
+from oneshot.architecture import RANKED_KINDS, ExpertSizes, ModelShape
 from oneshot.config import Config, Target
 from oneshot.errors import ConfigError, OneshotError
 from oneshot.export.modeling_oneshot import OneshotConfig, OneshotForCausalLM
 from oneshot.export.per_layer import PerLayerForm, per_layer_config
 from oneshot.export.stock import StockForm
 from oneshot.families import LLAMA
-from oneshot.planning import Damages, Grid, Plan, make_plan, quantiser_groups, with_steps
-from oneshot.planning.experts import expert_counts
+from oneshot.planning import Damages, Grid, Plan, expert_counts, make_plan, quantiser_groups, with_steps
 from oneshot.planning.serving import MisfitError
 from oneshot.recipes import find_recipe
 from oneshot.serving import Serving
@@ -47,10 +46,15 @@ def random_damages(shape: ModelShape, seed: int) -> Damages:
         return falling
 
     layers, units = shape.num_hidden_layers, max(shape.num_key_value_heads, shape.heads_per_group)
-    inner = curves(layers, shape.head_dim + 1), curves(layers, shape.head_dim + 1)
-    hidden = shape.hidden_size + 1
-    ffn, heads = curves(layers, shape.intermediate_size + 1), curves(layers, units + 1)
-    return Damages(ffn, heads, torch.ones(layers), curves(8, hidden), *inner, curves(layers, 4, hidden))
+    return {
+        "query_key_size": curves(layers, shape.head_dim + 1),
+        "value_size": curves(layers, shape.head_dim + 1),
+        "ffn": curves(layers, shape.intermediate_size + 1),
+        "heads": curves(layers, units + 1),
+        "layers": torch.ones(layers),
+        "embedding": curves(8, shape.hidden_size + 1),
+        **{f"{kind}_rank": curves(layers, shape.hidden_size + 1) for kind in RANKED_KINDS},
+    }
 
 
 def refuse_shares(grid: Grid, plan: Plan, tp: int, group: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from factories import MakeCheckpoint, MakeConfig, cpu_machine
+from factories import MakeCheckpoint, MakeConfig, cpu_machine, problem_of
 from families.cases import CASES
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -22,8 +22,8 @@ from oneshot.export import coordinates
 from oneshot.families import LLAMA, find_family
 from oneshot.parsing import parse_count, parse_size
 from oneshot.pipeline import compress, predict
-from oneshot.planning import Budget, Damages, Grid, LayerPlan, Plan, default_round_to, missed_target
-from oneshot.planning.widths import meet_budget
+from oneshot.planning import Budget, Grid, LayerPlan, Plan, default_round_to, missed_target, reduced
+from oneshot.planning.budget import OutOfReachError
 from oneshot.profiling import measured_seconds
 
 SHAPE = ModelShape(
@@ -37,10 +37,8 @@ SHAPE = ModelShape(
 
 
 def plan_for(shape: ModelShape, surplus: int, **changes: Any) -> Plan:
-    options: dict[str, Any] = {"reduce_ffn": True, "reduce_heads": False, "round_to": None}
     plan = whole(shape, changes.pop("head_unit", "auto"))
-    budget = Budget(shape.stack().stored_parameters() - surplus)
-    return meet_budget(Grid(LLAMA, shape), plan, budget, **options | changes)
+    return reduced(problem_of(Grid(LLAMA, shape), shape.stack().stored_parameters() - surplus, **changes), plan)
 
 
 def alike(shape: ModelShape, width: int, heads: int, groups: int, unit: Any) -> Plan:
@@ -128,7 +126,7 @@ def test_ffn_and_heads_plan_is_within_one_rounding_step(
     shape = ModelShape(3, hidden, width, heads, groups, max(1, hidden // heads))
     surplus = round(share * 3 * shape.layer_parameters())
     try:
-        plan = plan_for(shape, surplus, reduce_heads=True, head_unit=head_unit)
+        plan = plan_for(shape, surplus, heads="id", head_unit=head_unit)
     except PlanError:
         # with the heads that the fraction leaves, the FFN alone could not reach it
         assert surplus > 3 * 3 * shape.hidden_size * (width - 64)
@@ -151,7 +149,7 @@ def test_heads_alone_come_within_one_unit(heads_per_group: int, groups: int, hea
     if head_unit == "query-head":
         smallest = alike(shape, 256, groups, groups, head_unit)
     most = removed_parameters(shape, smallest)
-    plan = plan_for(shape, round(share * most), reduce_ffn=False, reduce_heads=True, head_unit=head_unit)
+    plan = plan_for(shape, round(share * most), ffn="none", heads="id", head_unit=head_unit)
     assert abs(removed_parameters(shape, plan) - share * most) <= most / max(1, units - 1)
     assert plan.layers[0].intermediate_size == 256
 
@@ -163,12 +161,12 @@ def test_heads_alone_come_within_one_unit(heads_per_group: int, groups: int, hea
 def test_half_of_the_heads_in_either_unit(groups: int, unit: str, kept_heads: int, kept_groups: int) -> None:
     shape = ModelShape(1, 64, 256, 8, groups, 8)
     half = alike(shape, 256, kept_heads, kept_groups, unit)
-    plan = plan_for(shape, removed_parameters(shape, half), reduce_ffn=False, reduce_heads=True, head_unit=unit)
+    plan = plan_for(shape, removed_parameters(shape, half), ffn="none", heads="id", head_unit=unit)
     assert (plan.layers[0].num_attention_heads, plan.layers[0].num_key_value_heads) == (kept_heads, kept_groups)
 
 
 def test_removing_nothing_is_the_identity_even_if_nothing_may_be_reduced() -> None:
-    plan = plan_for(SHAPE, 0, reduce_ffn=False)
+    plan = plan_for(SHAPE, 0, ffn="none")
     assert plan.shape_of_layer(SHAPE, 0) == SHAPE
     assert not plan.reduces_sublayers(SHAPE)
 
@@ -176,10 +174,10 @@ def test_removing_nothing_is_the_identity_even_if_nothing_may_be_reduced() -> No
 @pytest.mark.parametrize(
     ("surplus", "changes", "message"),
     [
-        (100, {"reduce_ffn": False}, "Nothing may be reduced"),
+        (100, {"ffn": "none"}, "Nothing may be reduced"),
         (4 * 3 * 64 * 256, {}, "at best"),
-        (4 * 3 * 64 * 256, {"reduce_ffn": False, "reduce_heads": True}, "Heads alone"),
-        (4 * SHAPE.layer_parameters(), {"reduce_heads": True}, "at best"),
+        (4 * 3 * 64 * 256, {"ffn": "none", "heads": "id"}, "Heads alone"),
+        (4 * SHAPE.layer_parameters(), {"heads": "id"}, "at best"),
     ],
 )
 def test_targets_out_of_reach(surplus: int, changes: dict[str, Any], message: str) -> None:
@@ -336,13 +334,11 @@ def test_heads_that_cost_nothing_go_though_they_are_more_than_was_asked_for(laye
     """An FFN that shrinks to the target would do damage; so would one more head unit."""
     costs = torch.arange(SHAPE.intermediate_size, -1, -1, dtype=torch.float64).expand(4, -1)
     heads = torch.tensor([9.0, 5, 0, 0, 0], dtype=torch.float64).expand(4, -1)
-    damages = Damages(costs, heads, torch.full((4,), 99.0), torch.empty(0, 0))
+    damages = {"ffn": costs, "heads": heads, "layers": torch.full((4,), 99.0)}
     start = whole(SHAPE, "kv-group")
     grid = Grid(LLAMA, SHAPE, layers_differ=layers_differ)
     wanted = start.with_sizes(num_attention_heads=4, num_key_value_heads=2)
-    budget = Budget(grid.stack(wanted).stored_parameters() + 10)
-    options: dict[str, Any] = {"reduce_ffn": True, "reduce_heads": True, "round_to": None, "damages": damages}
-    assert meet_budget(grid, start, budget, **options) == wanted
+    assert reduced(problem_of(grid, grid.stack(wanted).stored_parameters() + 10, damages, heads="id"), start) == wanted
 
 
 def test_plans_for_several_targets_measure_an_option_once() -> None:
@@ -353,15 +349,15 @@ def test_plans_for_several_targets_measure_an_option_once() -> None:
         return stack.stored_parameters()
 
     costs = torch.arange(SHAPE.intermediate_size, -1, -1, dtype=torch.float64).expand(4, -1)
-    damages = Damages(costs, torch.zeros(4, 5), torch.full((4,), 99.0), torch.empty(0, 0))
+    damages = {"ffn": costs, "heads": torch.zeros(4, 5), "layers": torch.full((4,), 99.0)}
     start, grid, counts = whole(SHAPE, "kv-group"), Grid(LLAMA, SHAPE, layers_differ=True), []
-    options: dict[str, Any] = {"reduce_ffn": True, "reduce_heads": False, "round_to": 4, "damages": damages}
     for share in (0.9, 0.8):
         target = share * grid.stack(start).stored_parameters()
         asked.clear()
-        planned = meet_budget(grid, start, Budget(target, measure), **options)
+        problem = problem_of(grid, target, damages, round_to=4)
+        planned = reduced(replace(problem, budget=Budget(target, measure)), start)
         counts.append(len(asked))
-        assert planned == meet_budget(Grid(LLAMA, SHAPE, layers_differ=True), start, Budget(target), **options)
+        assert planned == reduced(replace(problem, grid=Grid(LLAMA, SHAPE, layers_differ=True)), start)
     assert counts[0] > SHAPE.intermediate_size / 4
     assert counts[1] < counts[0] / 10
 
@@ -380,3 +376,15 @@ def test_a_missed_target_is_in_the_report_the_card_and_the_dry_run(
     report = compress(config)
     assert told in report.warnings
     assert "7.00% was asked for" in (Path(config.output) / "README.md").read_text()
+
+
+@pytest.mark.parametrize("layers_differ", [False, True])
+def test_heads_out_of_reach_say_what_the_fewest_get_down_to(layers_differ: bool) -> None:
+    start, step = whole(SHAPE, "kv-group"), default_round_to(SHAPE.intermediate_size)
+    costs = torch.linspace(1, 0, SHAPE.intermediate_size + 1, dtype=torch.float64).expand(4, -1)
+    damages = {"ffn": costs, "heads": torch.linspace(1, 0, 5).expand(4, -1), "layers": torch.ones(4)}
+    grid = Grid(LLAMA, SHAPE, layers_differ=layers_differ)
+    least = grid.stack(alike(SHAPE, step, 2, 1, "kv-group")).stored_parameters()
+    with pytest.raises(OutOfReachError) as refused:
+        reduced(problem_of(grid, least / 2, damages, heads="id"), start)
+    assert refused.value.least == least

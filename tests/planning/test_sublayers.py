@@ -10,7 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from factories import MakeCheckpoint, MakeConfig, assert_cache_changes_nothing, build_model, calibration_tokens, silence
+from factories import (
+    MakeCheckpoint,
+    MakeConfig,
+    assert_cache_changes_nothing,
+    build_model,
+    calibration_tokens,
+    problem_of,
+    silence,
+)
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
@@ -23,8 +31,7 @@ from oneshot.export.modeling_oneshot import OneshotConfig, OneshotDecoderLayer
 from oneshot.export.per_layer import PerLayerForm
 from oneshot.families import LLAMA
 from oneshot.pipeline import compress, predict, profile
-from oneshot.planning import Budget, Damages, LayerPlan, Plan, dense_plan
-from oneshot.planning.widths import meet_budget
+from oneshot.planning import LayerPlan, Plan, dense_plan, reduced
 from oneshot.recipes import find_recipe
 
 CPU = torch.device("cpu")
@@ -57,7 +64,8 @@ def test_plans_are_the_best_of_all(seed: int, share: float, reduce_heads: bool, 
     def curves(size: int) -> torch.Tensor:
         return torch.from_numpy(np.sort(generator.random((2, size)), axis=1)[:, ::-1].copy())
 
-    damages = Damages(curves(13), curves(3), torch.ones(2), torch.empty(0))
+    ffn, heads_lost = curves(13), curves(3)
+    damages = {"ffn": ffn, "heads": heads_lost, "layers": torch.ones(2)}
     model: Any = SimpleNamespace(family=LLAMA, shape=shape)
     grid = replace(PerLayerForm().grid(model), first_layer_attends=first_attends)
     whole = Plan((LayerPlan(12, 4, 2),) * 2, "query-head")
@@ -74,17 +82,20 @@ def test_plans_are_the_best_of_all(seed: int, share: float, reduce_heads: bool, 
             if first_attends and kept[0] == (0, 0):
                 continue
             parts = [(layer.intermediate_size, layer.num_attention_heads // 2) for layer in plan.layers]
-            damage = sum(float(damages.ffn[i, width] + damages.heads[i, unit]) for i, (width, unit) in enumerate(parts))
+            damage = sum(
+                float(damages["ffn"][i, width] + damages["heads"][i, unit]) for i, (width, unit) in enumerate(parts)
+            )
             if grid.stack(plan).stored_parameters() <= target:
                 best = min(best, damage)
     assume(best < float("inf"))
-    options: dict[str, Any] = {"reduce_ffn": True, "reduce_heads": reduce_heads, "round_to": 4, "damages": damages}
+    kept_heads = "id" if reduce_heads else "none"
+    problem = problem_of(grid, target, damages, round_to=4, depth="sublayers", heads=kept_heads)
     try:
-        found = meet_budget(grid, whole, Budget(target), **options, leave_out_sublayers=True)
+        found = reduced(problem, whole)
     except PlanError:  # the best plan has no attention at all
         assume(False)
     parts = [(layer.intermediate_size, layer.num_attention_heads // 2) for layer in found.layers]
-    damage = sum(float(damages.ffn[i, width] + damages.heads[i, unit]) for i, (width, unit) in enumerate(parts))
+    damage = sum(float(ffn[i, width] + heads_lost[i, unit]) for i, (width, unit) in enumerate(parts))
     assert damage == pytest.approx(best, abs=1e-5)
     assert found.layers[0].num_attention_heads or not first_attends
     assert grid.stack(found).stored_parameters() <= target

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from factories import MakeCheckpoint, MakeConfig, calibration_tokens, cpu_machine
+from factories import MakeCheckpoint, MakeConfig, calibration_tokens, cpu_machine, problem_of
 from families.cases import CASES
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -20,9 +20,8 @@ from oneshot.checkpoint import open_model
 from oneshot.compression.expert_scores import ExpertSums, removed_experts
 from oneshot.export.resized import ResizedForm
 from oneshot.pipeline import compress, profile
-from oneshot.planning import Budget, Damages, LayerPlan, Plan, expert_counts, profiled_damages
+from oneshot.planning import LayerPlan, Plan, expert_counts, profiled_damages, reduced
 from oneshot.planning.damages import CORRECTED_SHARE
-from oneshot.planning.widths import meet_budget
 from oneshot.profiling.expert_counts import count_curve, probed_count
 from oneshot.profiling.expert_profile import MixtureSums, experts_task
 from oneshot.stream import LayerBuilder
@@ -104,7 +103,7 @@ def test_the_sensitivity_equals_the_divergence_of_the_whole_model(
         assert float(predicted) == pytest.approx(float(divergence), rel=1e-3)
     damages = profiled_damages(found, "sensitivity", ResizedForm().grid(model))
     expected = CORRECTED_SHARE * found.expert_sensitivity[:, None] * found.expert_errors
-    torch.testing.assert_close(damages.experts, expected)
+    torch.testing.assert_close(damages["num_experts"], expected)
 
 
 def best_of_all(lost: Sequence[np.ndarray], sizes: Sequence[int], most: float) -> float:
@@ -130,10 +129,9 @@ def test_plans_are_the_best_of_all(mixture: Any, seed: int, share: float, narrow
         falling[..., -1] = 0
         return falling
 
-    ffn, experts, empty = curves(33), curves(7), np.empty(0)
-    damages = Damages(
-        *map(torch.from_numpy, (ffn, curves(3), np.ones(2), empty, empty, empty, empty)), torch.from_numpy(experts)
-    )
+    ffn, experts = curves(33), curves(7)
+    known = {"ffn": ffn, "heads": curves(3), "layers": np.ones(2), "num_experts": experts}
+    damages = {name: torch.from_numpy(one) for name, one in known.items()}
     widths = (8, 16, 24, 32) if narrows else (32,)
     options = list(itertools.product(widths, range(2, 7)))
     sizes = [count * (3 * width * 32 + 32) for width, count in options]
@@ -144,16 +142,10 @@ def test_plans_are_the_best_of_all(mixture: Any, seed: int, share: float, narrow
     wanted = best_of_all(lost, sizes, target - outside)
     assume(np.isfinite(wanted))
     grid = ResizedForm().grid(mixture)
-    plan = meet_budget(
-        grid,
-        Plan((LayerPlan(32, shape.num_attention_heads, shape.num_key_value_heads),) * 2, "query-head"),
-        Budget(target),
-        damages=damages,
-        reduce_ffn=narrows,
-        reduce_heads=False,
-        round_to=8,
-        reduce_experts=True,
-    )
+    options: dict[str, Any] = {"ffn": "id" if narrows else "none", "experts": "effects"}
+    problem = problem_of(grid, target, damages, round_to=8, expert_counts="sensitivity", **options)
+    whole = LayerPlan(32, shape.num_attention_heads, shape.num_key_value_heads)
+    plan = reduced(problem, Plan((whole,) * 2, "query-head"))
     assert grid.stack(plan).stored_parameters() <= target
     found = sum(
         ffn[layer, kept.intermediate_size] + experts[layer, kept.num_experts] for layer, kept in enumerate(plan.layers)

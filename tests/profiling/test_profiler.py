@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import scipy.linalg
 import torch
-from factories import MakeCheckpoint, MakeConfig, build_model, calibration_tokens, cpu_machine
+from factories import MakeCheckpoint, MakeConfig, build_model, calibration_tokens, cpu_machine, problem_of
 from families.cases import CASES, variants
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -29,9 +29,8 @@ from oneshot.export.per_layer import PerLayerForm
 from oneshot.families import LLAMA
 from oneshot.linalg.interpolative import nested_errors, ordered_factor
 from oneshot.pipeline import compress, compress_sizes, predict, profile
-from oneshot.planning import Budget, Damages, Grid, LayerPlan, Plan, Profile, predicted_damage
+from oneshot.planning import Grid, LayerPlan, Plan, Profile, predicted_damage, reduced
 from oneshot.planning.damages import removed_fluctuation
-from oneshot.planning.widths import meet_budget
 from oneshot.profiling import LayerProfiler, load_profile
 from oneshot.profiling.layer_profile import LayerProfile
 from oneshot.profiling.probes import MIN_PROBE_ERROR, PROBE_SHARE, probe_size
@@ -152,11 +151,11 @@ def test_least_fluctuation_is_one_threshold_for_all_layers(seed: int, removed: i
     threshold = np.sort(standardised.ravel())[removed]
     widths = (standardised >= threshold).sum(1)
     assume(widths.min() > 0)
-    damages = Damages(removed_fluctuation(torch.from_numpy(scores)), torch.zeros(3, 3), torch.ones(3), torch.empty(0))
+    ffn = removed_fluctuation(torch.from_numpy(scores))
     whole = Plan((LayerPlan(12, 4, 2),) * 3, "query-head")
-    budget = Budget(shape.stack().stored_parameters() - removed * 3 * shape.hidden_size)
-    options: dict[str, Any] = {"reduce_ffn": True, "reduce_heads": False, "round_to": 1, "damages": damages}
-    plan = meet_budget(per_layer_grid(shape), whole, budget, **options)
+    target = shape.stack().stored_parameters() - removed * 3 * shape.hidden_size
+    damages = {"ffn": ffn, "heads": torch.zeros(3, 3), "layers": torch.ones(3)}
+    plan = reduced(problem_of(per_layer_grid(shape), target, damages, round_to=1), whole)
     assert [layer.intermediate_size for layer in plan.layers] == widths.tolist()
 
 
@@ -433,7 +432,7 @@ def test_per_layer_sizes_are_the_best_of_all(seed: int, share: float, unit: Any)
     embedding = torch.full((8, 9), torch.inf, dtype=torch.float64)
     embedding[-2:] = curves(9)
     embedding[:, -1] = 0
-    damages = Damages(curves(13), curves(3), torch.ones(2), embedding)
+    damages = {"ffn": curves(13), "heads": curves(3), "layers": torch.ones(2), "embedding": embedding}
     grid, whole = per_layer_grid(shape), Plan((LayerPlan(12, 4, 2),) * 2, unit)
     dense = shape.stack().stored_parameters()
     target = dense - share * shape.stack().all_layer_parameters()
@@ -446,16 +445,15 @@ def test_per_layer_sizes_are_the_best_of_all(seed: int, share: float, unit: Any)
         replace(whole, layers=pair, embedding=each) for pair in itertools.product(layers, layers) for each in embeddings
     ]
     fitting = [plan for plan in plans if grid.stack(plan).stored_parameters() <= target]
-    kinds = {"reduce_ffn": True, "reduce_heads": True, "reduce_embedding": True}
-    options: dict[str, Any] = {**kinds, "round_to": 4, "damages": damages}
+    problem = problem_of(grid, target, damages, round_to=4, heads="id", embedding="low-rank")
     if not fitting:
         with pytest.raises(PlanError, match="at best"):
-            meet_budget(grid, whole, Budget(target), **options)
+            reduced(problem, whole)
         return
-    found = meet_budget(grid, whole, Budget(target), **options)
+    found = reduced(problem, whole)
     assert grid.stack(found).stored_parameters() <= target
-    best = min(predicted_damage(plan, shape, damages) for plan in fitting)
-    assert predicted_damage(found, shape, damages) == pytest.approx(best, abs=1e-4)
+    best = min(predicted_damage(plan, damages) for plan in fitting)
+    assert predicted_damage(found, damages) == pytest.approx(best, abs=1e-4)
 
 
 def test_a_family_with_fixed_heads(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:

@@ -97,7 +97,7 @@ def test_expected_errors_are_the_papers(place: Any, allocation: Any) -> None:
             weight = np.sqrt(number + 1) + 1 if place == "after" else number + 50
             error = tails[layer] if place == "after" else tails[layer] / tails[layer, 0]
             expected = share / (attention + ffn) * error * (weight if allocation == "stat" else 1 / weight)
-            damages = found.ffn if kind == "ffn" else found.heads
+            damages = found["ffn" if kind == "ffn" else "heads"]
             np.testing.assert_allclose(damages[layer], expected, rtol=1e-12)
 
 

@@ -1,0 +1,107 @@
+"""Sizes that all layers share, and layers that go whole: the plans that differ in one such size."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from oneshot.errors import ConfigError, PlanError
+from oneshot.planning.budget import OutOfReachError
+from oneshot.planning.options import expert_counts, head_sizes
+from oneshot.planning.plan import LEFT_OUT, Plan
+from oneshot.planning.problem import Problem, nearest
+from oneshot.planning.vocabulary import equal_tables
+
+
+def with_equal_experts(problem: Problem, plan: Plan) -> Plan:
+    """Return the plan whose layers all keep as many experts as come nearest to the budget.
+
+    Raises `ConfigError` if neurons or heads also go, which take what is left.
+    """
+    if problem.method.reduces_sublayers:
+        raise ConfigError(
+            "Give --set num_experts= if neurons or heads also go, which take what is left; or set ffn=none, heads=none."
+        )
+    experts, show = problem.grid.shape.experts, problem.budget.show
+    assert experts is not None
+    counts = expert_counts(experts, problem.grid.serving.tp)[::-1]
+    return nearest(
+        problem,
+        [plan.with_sizes(num_experts=count) for count in counts],
+        lambda least: PlanError(
+            f"The target is {show(problem.budget.target)}, but removing experts gets down to {show(least)} at "
+            "best; ask for a smaller --sparsity."
+        ),
+    )
+
+
+def with_fewer_layers(problem: Problem, plan: Plan) -> list[Plan]:
+    """Return the plan, the one without one layer, without two, and so on.
+
+    Layers go in the order of their own damage, the last layers first if damages are unknown. One layer with attention
+    stays.
+    """
+    grid, damages = problem.grid, problem.damages
+    known = torch.arange(grid.shape.num_hidden_layers, 0, -1) if damages is None else damages["layers"]
+    fewer, left = [plan], set(range(len(known)))
+    attending = {layer for layer in left if grid.family.attends(layer)}
+    for layer in known.argsort().tolist():
+        if left & attending == {layer} or len(left) == 1:  # caches of hybrids ask attention how long the text is
+            continue
+        left.remove(layer)
+        layers = list(fewer[-1].layers)
+        layers[layer] = LEFT_OUT
+        fewer.append(replace(plan, layers=tuple(layers)))
+    return fewer
+
+
+def with_equal_heads(problem: Problem, plan: Plan) -> list[Plan]:
+    """Return the plans with one head unit in every layer, with two, up to all, of which attention can be served.
+
+    A layer with fewer units keeps what it has.
+    """
+    grid = problem.grid
+    sizes = [head_sizes(grid.shape.of(number), plan.head_unit) for number in range(len(plan.layers))]
+
+    def with_units(units: int) -> Plan:
+        layers = tuple(
+            kept if kept.is_left_out else replace(kept, **own[min(units, len(own)) - 1])
+            for kept, own in zip(plan.layers, sizes, strict=True)
+        )
+        return grid.kept.restored(replace(plan, layers=layers), plan)
+
+    return grid.servable([with_units(units) for units in range(1, max(map(len, sizes)) + 1)], "attention")
+
+
+def share_of_heads(problem: Problem, plan: Plan, options: Sequence[Plan]) -> Plan:
+    """Return the option that loses the fraction of heads nearest to the one that all sublayers of the plan must lose.
+
+    `options`: by rising number of heads. One head may be more than is asked for if attention outweighs the FFN.
+    """
+    surplus = problem.measure(plan) - problem.budget.target
+    fraction = surplus / sum(layer.parameters() for layer in problem.grid.stack(plan).layers)
+    kept = max(1, len(options) - round(fraction * len(options)))
+    fitting = (option for option in options[kept - 1 :] if problem.measure(option) >= problem.budget.target)
+    return next(fitting, options[-1])  # all heads remove nothing
+
+
+def with_equal_width(problem: Problem, plan: Plan) -> Plan:
+    """Return the plan whose equal FFN widths come nearest to the budget.
+
+    If the smallest width is not small enough and the embedding may be reduced, its ranges also get equal ranks.
+    Raises `OutOfReachError`.
+    """
+    grid, budget, step, width = problem.grid, problem.budget, problem.width_step, problem.grid.shape.intermediate_size
+    widths = [*range(step, width, step), width]
+    options = grid.servable([grid.kept.restored(plan.with_width(width), plan) for width in widths], "ffn")
+    measures = [problem.measure(option) for option in options]
+    half_step = (measures[1] - measures[0]) / 2 if len(measures) > 1 and not budget.is_ceiling else 0.0
+    lowest = measures[0] - half_step
+    if budget.target < lowest and problem.reduces_embedding:
+        tables = equal_tables(grid.shape.vocab_size, grid.shape.hidden_size)
+        options = [replace(options[0], embedding=ranges) for ranges in tables]
+        measures = [problem.measure(option) for option in options]
+        lowest = measures[0]
+    if budget.target < lowest:
+        raise OutOfReachError(budget, measures[0])
+    return budget.choose(options, measures)

@@ -1,0 +1,95 @@
+"""What a profile predicts: the loss of a plan, of other forms and sizes, and the size of an allowed loss."""
+
+import contextlib
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+from oneshot.config import Target
+from oneshot.errors import ConfigError, PlanError
+from oneshot.method import Method
+from oneshot.planning.budget import Budget
+from oneshot.planning.curves import Profile
+from oneshot.planning.damages import Damages, predicted_damage, profiled_damages
+from oneshot.planning.grid import Grid
+from oneshot.planning.plan import Plan
+from oneshot.planning.sizes import make_plan
+
+# On text of other kinds than the calibration's, for each that damages of single sublayers add up to; the check at the
+# end of a run measures it for the model at hand.
+LOST_FOR_PREDICTED = 1.7
+LEAST_SHARE = 0.005  # between removed shares that a loss is tried at
+MOST = 180  # steps
+CURVE_SHARES = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5)
+
+
+def with_share(target: Target, share: float) -> Target:
+    """Return a target that asks for a removed share of the stored parameters instead of a loss or another size."""
+    return replace(target, sparsity=share, parameters=None, size_bytes=None, max_loss=None, loss_scale=None)
+
+
+def within_loss(grid: Grid, method: Method, target: Target, damages: Damages, sensitivity: Damages) -> Target:
+    """Return the target of the largest share that may go by the predicted loss, in steps of half a per cent.
+
+    A rise of the perplexity by a share s is `log(1 + s)` nats for a token.
+
+    Args:
+        damages: by which sizes are planned. sensitivity: those in nats, of the same profile.
+
+    Raises `PlanError`, with the least that is predicted, if the smallest share loses more.
+    """
+    assert target.max_loss is not None
+    scale = LOST_FOR_PREDICTED if target.loss_scale is None else target.loss_scale
+    allowed = math.log1p(target.max_loss)
+
+    def predicted(steps: int) -> float:
+        try:
+            plan = make_plan(grid, method, with_share(target, steps * LEAST_SHARE), damages)
+        except (ConfigError, PlanError):  # no plan is so small
+            return math.inf
+        return scale * predicted_damage(plan, sensitivity)
+
+    fits, exceeds = 0, MOST
+    while exceeds - fits > 1:
+        steps = (fits + exceeds) // 2
+        fits, exceeds = (steps, exceeds) if predicted(steps) <= allowed else (fits, steps)
+    if not fits:
+        raise PlanError(
+            f"Removing {LEAST_SHARE:.1%} of the parameters is predicted to raise the perplexity by "
+            f"{math.expm1(predicted(1)):.1%}, and --max-loss {target.max_loss:.1%} is allowed; allow more."
+        )
+    return with_share(target, round(fits * LEAST_SHARE, 3))
+
+
+def predicted_divergences(
+    grids: Mapping[str, Grid], method: Method, target: Target, plan: Plan, profile: Profile, budget: Budget
+) -> dict[str, float]:
+    """Return the KL divergence of the output from the dense model's, in nats per token, as the profile predicts it.
+
+    It is given for the `plan`, and for the best plan of each form (`grids`) for the same target, which shows what a
+    form costs. The `method` is not settled: each form settles its own. Small numbers are more reliable than large
+    ones, because damages are assumed to add up.
+    """
+    damages = profiled_damages(profile, "sensitivity", next(iter(grids.values())))
+    predicted = {"plan": predicted_damage(plan, damages)}
+    for form, grid in grids.items():
+        with contextlib.suppress(PlanError, ConfigError):
+            predicted[form] = predicted_damage(
+                make_plan(grid, grid.settle(method, target), target, damages, budget), damages
+            )
+    return predicted
+
+
+def predicted_curve(grid: Grid, method: Method, target: Target, damages: Damages) -> dict[str, float]:
+    """Return the divergence as `predicted_divergences` for other removed shares of the stored parameters, by share.
+
+    Shares that the form or the method does not reach are left out. A target that counts something else has no curve.
+
+    Args:
+        method: settled for this grid. damages: by `sensitivity`.
+    """
+    curve = {}
+    for share in CURVE_SHARES if target.budget == "parameters" else ():
+        with contextlib.suppress(PlanError, ConfigError):
+            curve[str(share)] = predicted_damage(make_plan(grid, method, with_share(target, share), damages), damages)
+    return curve
