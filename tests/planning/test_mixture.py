@@ -79,11 +79,11 @@ def test_the_verdict_is_what_plans_of_the_same_size_lose(folder: Path, made: tup
         gone = layers * (6 - size.num_experts) * one_expert
         assert size.removed == pytest.approx(gone / whole)
         assert size.fewer == pytest.approx(
-            sum(float(damages.experts[layer, size.num_experts]) for layer in range(layers))
+            sum(float(damages["num_experts"][layer, size.num_experts]) for layer in range(layers))
         )
         assert size.intermediate_size == pytest.approx(32 - gone / (layers * one_neuron))
         around = [int(size.intermediate_size // 8) * 8, -int(-size.intermediate_size // 8) * 8]
-        most, least = (float(damages.ffn[:, width].sum()) for width in around)
+        most, least = (float(damages["ffn"][:, width].sum()) for width in around)
         assert least <= size.narrower <= most
     stated = json.loads((output / "mixture.json").read_bytes())
     assert [size["fewer"]["nats"] for size in stated["sizes"]] == [size.fewer for size in verdict.sizes]
