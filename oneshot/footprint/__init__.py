@@ -3,9 +3,10 @@
 `work` says what there is to do. `memory` (sums of `terms`) and `seconds` say what it takes, `bounds` whether it may.
 """
 
-from oneshot.footprint.bounds import Bounds, current_bounds, fits, load_libraries, offload_folder, predict_footprint
+from oneshot.footprint.bounds import Bounds, current_bounds, fits, load_libraries, predict_footprint
 from oneshot.footprint.check_memory import check_stages
 from oneshot.footprint.conversion import refuse_conversion, with_conversion
+from oneshot.footprint.disk import offload_folder
 from oneshot.footprint.stages import stage_seconds
 from oneshot.footprint.work import Work, describe_work
 

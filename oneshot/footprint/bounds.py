@@ -3,43 +3,42 @@
 import logging
 import math
 import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from oneshot_kernels import cholesky_pivots_
 
 from oneshot.checkpoint import Model
 from oneshot.config import MachineOptions
-from oneshot.errors import ConfigError, MemoryLimitError
-from oneshot.footprint.disk import scaffold_bytes
+from oneshot.errors import MemoryLimitError
+from oneshot.footprint.disk import offload_folder, refuse_full_disk, scaffold_bytes, scratch_bytes
 from oneshot.footprint.expert_memory import group_sizes, num_groups
 from oneshot.footprint.memory import (
     CUDA_SLACK_BYTES,
     DEVICE_SLACK_BYTES,
     HEAP_SHARE,
     SLACK_BYTES,
-    scratch_bytes,
     stages,
     stages_of_layers,
     stages_outside_layers,
 )
 from oneshot.footprint.rates import measure_rates
-from oneshot.footprint.seconds import check_seconds, own_text_seconds, predicted_seconds
+from oneshot.footprint.seconds import check_seconds, predicted_phases
 from oneshot.footprint.terms import Stage
 from oneshot.footprint.work import Work
 from oneshot.machine import Machine, Store
 from oneshot.machine.memory import peak_bytes, peak_device_bytes, pinned_bytes
 from oneshot.report.records import Footprint
-from oneshot.report.terminal import gibibytes
+from oneshot.report.words import gibibytes
 from oneshot.stream import LayerBuilder
 from oneshot.text import TABLES, ending_of, file_of, split_sources
 
 logger = logging.getLogger(__name__)
 
 DEVICE_SHARE = 0.9  # of a device's free memory: its allocator leaves gaps
+Peak = tuple[int, Stage]  # bytes, and the stage that takes them
+Way = tuple[Work, Store, Peak, Peak]  # a run that keeps activations somewhere; its peaks on the host and the device
 
 
 @dataclass(frozen=True)
@@ -118,108 +117,87 @@ def predict_footprint(
     """
     stored = work.grid.dense.stored_parameters()
     compressed = stored if work.plan is None else work.grid.stack(work.plan).stored_parameters()
-    tried = list[_Way]()
-    for way in _ways(work, bounds):
-        if way.fits(bounds):
-            break
-        tried.append(way)
-    else:  # the last needs the least
-        way = next(one for one in tried if (one.host, one.device) == (way.host, way.device))
-        _refuse((way.host, bounds.host_allowed, bounds.host_forced), way.host_stage, "host memory", "--max-memory")
-        _refuse(
-            (way.device, bounds.device_allowed, bounds.device_forced), way.device_stage, "memory", "--max-device-memory"
-        )
-    work, store = way.work, way.store
-    rates = measure_rates(work.device, work.dtype) if measure_time else None
-    seconds = {} if rates is None else predicted_seconds(work, rates, store)
-    text_seconds = 0.0 if rates is None else own_text_seconds(work, rates)
+    work, store, host, device = _first_that_fits(work, bounds)
+    phases, of_check = dict[str, dict[str, float]](), 0.0
+    if measure_time:
+        rates = measure_rates(work.device, work.dtype)
+        phases = predicted_phases(work, rates, store)
+        of_check = check_seconds(work, rates) if check else 0.0
+    seconds = {stage: sum(spent.values()) for stage, spent in phases.items()}
     checked = [
         max(_peak(work, [stage], store, bounds, computed=computed)[0] for stage in check) if check else 0
         for computed in (False, True)
     ]
-    offloaded = max(sum(stage.stores(work)) for stage in stages(work)) if store == "disk" else 0
-    refuse_full_disk(options, bounds, scratch_bytes(work) + offloaded)
+    scratch = scratch_bytes(work)
+    if store == "disk":
+        scratch += max(sum(stage.stores(work)) for stage in stages(work))
+    refuse_full_disk(options, bounds.scratch_free, scratch)
     return Footprint(
-        host_bytes=way.host,
-        host_stage=way.host_stage.name,
-        device_bytes=way.device,
-        device_stage=way.device_stage.name if way.device else "",
+        host_bytes=host[0],
+        host_stage=host[1].name,
+        device_bytes=device[0],
+        device_stage=device[1].name if device[0] else "",
         store=store,
         experts_together=work.machine.experts_together,
         expert_groups=num_groups(work),
         result_bytes=result_bytes,
         disk_bytes=result_bytes + beside_bytes + scaffold_bytes(work),
-        scratch_bytes=scratch_bytes(work) + offloaded,
+        scratch_bytes=scratch,
         stored_parameters={"dense": stored, "compressed": compressed},
-        seconds=seconds,
+        seconds=seconds | {"total": sum(seconds.values())} if measure_time else {},
         exact=work.exact,
         check_bytes=checked[0],
         check_device_bytes=checked[1],
         check_fits=checked[0] <= bounds.host_allowed and checked[1] <= bounds.device_allowed,
-        check_seconds=check_seconds(work, rates) if rates is not None and check else 0.0,
-        text_seconds=text_seconds,
+        check_seconds=of_check,
+        text_seconds=phases.get("prepare", {}).get("own text", 0.0),
         dtype=dtype,
     )
 
 
 def fits(work: Work, bounds: Bounds) -> bool:
     """Return whether a run stays within the bounds in any way."""
-    return any(way.fits(bounds) for way in _ways(work, bounds))
+    return any(_fits(way, bounds) for way in _ways(work, bounds))
 
 
-def offload_folder(options: MachineOptions) -> Path:
-    """Return the folder of scratch files. Raises `ConfigError` if the named folder does not exist."""
-    folder = Path(tempfile.gettempdir() if options.offload_dir is None else options.offload_dir).expanduser()
-    if not folder.is_dir():
-        raise ConfigError(f"--offload-dir {folder} is not a folder; create it or name another.")
-    return folder
+def _fits(way: Way, bounds: Bounds) -> bool:
+    _, _, host, device = way
+    return host[0] <= bounds.host_allowed and device[0] <= bounds.device_allowed
 
 
-def refuse_full_disk(options: MachineOptions, bounds: Bounds, needed: int) -> None:
-    """Raise `MemoryLimitError` if the off-load folder has less room than needed."""
-    free = bounds.scratch_free
-    if free < needed:
-        raise MemoryLimitError(
-            f"{offload_folder(options)} has {gibibytes(free)} free and the run puts {gibibytes(needed)} there; name a "
-            "folder with more room as --offload-dir, give more --max-memory, or lower --num-sequences."
-        )
+def _first_that_fits(work: Work, bounds: Bounds) -> Way:
+    """Return the fastest way that fits; or else the first of those that need the least, if no bound is forced."""
+    tried = list[Way]()
+    for way in _ways(work, bounds):
+        if _fits(way, bounds):
+            return way
+        tried.append(way)
+    host, device = tried[-1][2:]  # the last needs the least
+    _refuse(host, bounds.host_allowed, bounds.host_forced, "host memory", "--max-memory")
+    _refuse(device, bounds.device_allowed, bounds.device_forced, "memory", "--max-device-memory")
+    return next(one for one in tried if (one[2][0], one[3][0]) == (host[0], device[0]))
 
 
-@dataclass(frozen=True)
-class _Way:
-    """State the peaks of a run, and their stages, by where activations are and how experts are grouped (`work`)."""
-
-    work: Work
-    store: Store
-    host: int
-    host_stage: Stage
-    device: int
-    device_stage: Stage
-
-    def fits(self, bounds: Bounds) -> bool:
-        return self.host <= bounds.host_allowed and self.device <= bounds.device_allowed
-
-
-def _ways(work: Work, bounds: Bounds) -> Iterator[_Way]:
+def _ways(work: Work, bounds: Bounds) -> Iterator[Way]:
     """Yield the ways of a run, the fastest first, and at last the one that needs the least.
 
     More groups of experts need less memory and more passes over the text. A pass takes a device less time than
     activations on disk, and a CPU more.
     """
-    outside, on_cuda = stages_outside_layers(work), work.device.type == "cuda"
+    outside, on_cuda = stages_outside_layers(work), work.on_cuda
     stores: tuple[Store, ...] = ("device", "host", "disk") if on_cuda else ("host", "disk")
     for alike in (stores[:-1], stores[-1:]) if on_cuda else (stores,):
         for together in group_sizes(work):
             grouped = replace(work, machine=replace(work.machine, experts_together=together))
             listed = outside + stages_of_layers(grouped)
             for store in alike:
-                peaks = [_peak(grouped, listed, store, bounds, computed=computed) for computed in (False, True)]
-                yield _Way(grouped, store, *peaks[0], *peaks[1])
+                host, device = (_peak(grouped, listed, store, bounds, computed=computed) for computed in (False, True))
+                yield grouped, store, host, device
 
 
-def _peak(work: Work, listed: list[Stage], store: Store, bounds: Bounds, *, computed: bool) -> tuple[int, Stage]:
+def _peak(work: Work, listed: list[Stage], store: Store, bounds: Bounds, *, computed: bool) -> Peak:
     """Return the peak on the host or on the device (`computed`), and its stage."""
-    on_cuda = work.device.type == "cuda"
+    on_cuda = work.on_cuda
     if computed and not on_cuda:
         return 0, listed[0]
 
@@ -242,9 +220,9 @@ def _peak(work: Work, listed: list[Stage], store: Store, bounds: Bounds, *, comp
     return max(before, math.ceil(held + slack + needed(fullest))), fullest
 
 
-def _refuse(amounts: tuple[int, int, bool], stage: Stage, what: str, flag: str) -> None:
+def _refuse(peak: Peak, allowed: int, forced: bool, what: str, flag: str) -> None:
     """Say that a bound does not hold and what helps: as an error if the user set it, else as a warning."""
-    needed, allowed, forced = amounts
+    needed, stage = peak
     if needed <= allowed:
         return
     knobs = stage.knobs()

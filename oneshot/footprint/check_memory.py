@@ -8,7 +8,7 @@ import torch
 from oneshot.checkpoint import GgufCheckpoint
 from oneshot.export.saving import SAVED_DTYPES
 from oneshot.footprint import terms
-from oneshot.footprint.terms import FLOAT, LENGTH, Stage, Term
+from oneshot.footprint.terms import FLOAT, LENGTH, Stage, Term, computed
 from oneshot.footprint.work import Work
 from oneshot.text.self_written import document_bytes
 
@@ -45,13 +45,13 @@ def check_stages(work: Work, gguf: GgufCheckpoint | None, result_bytes: int) -> 
     logits = shape.vocab_size * window * (work.dtype.itemsize + LOGITS * FLOAT)
     passed = (
         terms.activations(one, shape.intermediate_size),
-        Term(max(logits, document_bytes(shape, work.dtype)), computed=True, knobs=LENGTH),
+        computed(max(logits, document_bytes(shape, work.dtype)), LENGTH),
     )
 
     def of_model(name: str, parameters: int, read: float, *, is_mapped: bool) -> list[Stage]:
         # pages of the files count as read, and are the model itself if it is mapped
         copied = parameters * work.dtype.itemsize
-        on_device = Term(work.on_cuda * copied, computed=True)
+        on_device = computed(work.on_cuda * copied)
         loaded = (Term(read), Term(0 if is_mapped else copied), on_device)
         held = (Term(0 if work.on_cuda else read if is_mapped else copied), on_device)
         return [

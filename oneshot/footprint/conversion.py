@@ -7,10 +7,11 @@ from oneshot.checkpoint import GgufCheckpoint
 from oneshot.checkpoint.gguf import SHARD_BYTES
 from oneshot.config import MachineOptions
 from oneshot.errors import MemoryLimitError
-from oneshot.footprint.bounds import Bounds, refuse_full_disk
+from oneshot.footprint.bounds import Bounds
+from oneshot.footprint.disk import refuse_full_disk
 from oneshot.footprint.terms import DEQUANTISED
 from oneshot.report.records import Footprint
-from oneshot.report.terminal import gibibytes
+from oneshot.report.words import gibibytes
 
 
 def conversion_bytes(gguf: GgufCheckpoint) -> int:
@@ -28,7 +29,7 @@ def refuse_conversion(checkpoint: str, gguf: GgufCheckpoint, options: MachineOpt
             f"{gibibytes(bounds.host_allowed)} of --max-memory; give a folder of safetensors, or allow at least "
             f"--max-memory {math.ceil(needed * 1.01 / 2**20)}MiB."
         )
-    refuse_full_disk(options, bounds, gguf.num_bytes)
+    refuse_full_disk(options, bounds.scratch_free, gguf.num_bytes)
 
 
 def with_conversion(footprint: Footprint, gguf: GgufCheckpoint | None) -> Footprint:

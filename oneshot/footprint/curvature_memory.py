@@ -1,7 +1,7 @@
 """Peak bytes of the stages of the pass that measures output curvature, forward and back."""
 
 from oneshot.footprint import terms
-from oneshot.footprint.terms import BATCH, FLOAT, Stage, Term
+from oneshot.footprint.terms import BATCH, FLOAT, Stage, Term, computed
 from oneshot.footprint.work import Work
 from oneshot.profiling.curvature import sequences_together
 
@@ -53,4 +53,4 @@ def _graph(work: Work) -> Term:
         needed += scores * FLOAT * tokens * length * shape.num_attention_heads
     if work.has_masks:
         needed += terms.MASKS * FLOAT * length**2
-    return Term(needed, computed=True, knobs=BATCH)
+    return computed(needed, BATCH)

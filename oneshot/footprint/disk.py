@@ -1,7 +1,14 @@
-"""Bytes of the disk that a run takes at the place of its result, until it is complete."""
+"""Bytes of the disk that a run takes: at the place of its result until it is complete, and in the off-load folder."""
 
+import tempfile
+from pathlib import Path
+
+from oneshot.config import MachineOptions
+from oneshot.errors import ConfigError, MemoryLimitError
 from oneshot.footprint import terms
+from oneshot.footprint.terms import DOUBLE, FLOAT
 from oneshot.footprint.work import Work
+from oneshot.report.words import gibibytes
 
 
 def scaffold_bytes(work: Work) -> int:
@@ -9,17 +16,41 @@ def scaffold_bytes(work: Work) -> int:
 
     The journal keeps them for a resumed run. They are at most as large as the dense layers.
     """
-    plan, method, shape = work.plan, work.method, work.shape
-    if plan is None:
+    method, shape, stack = work.method, work.shape, work.grid.family.stack
+    if work.plan is None:
         return 0
-    inner = plan.reduces_values or plan.reduces_queries_keys or method.plans_inner_sizes
-    fixed_heads = method.reduces_heads and any(
-        sublayer.mixer.fixed_heads for sublayer in work.grid.family.stack.sublayers
-    )
-    folds = inner or fixed_heads or method.plans_ranks or method.leaves_out_sublayers or work.grid.folds_layer_norms
+    folds = work.reshapes_heads or method.plans_ranks or method.leaves_out_sublayers or work.grid.folds_layer_norms
+    folds = folds or (method.reduces_heads and any(sublayer.mixer.fixed_heads for sublayer in stack.sublayers))
     if not (folds or work.hidden is not None or terms.cast_share(work)):
         return 0
     of_layer = work.layer_bytes
     if work.hidden is not None:  # projected linears are float32
-        of_layer = max(of_layer, terms.FLOAT * shape.layer_parameters())
+        of_layer = max(of_layer, FLOAT * shape.layer_parameters())
     return of_layer * shape.num_hidden_layers
+
+
+def scratch_bytes(work: Work) -> int:
+    """Return the bytes of scratch files: Grams and directions of the residual stream, and output curvature."""
+    shape, size = work.shape, 0
+    if work.schedule.measures_curvature:
+        size += FLOAT * shape.num_hidden_layers * sum(each**2 for each in work.curvature_sizes)
+    if work.hidden is not None:
+        size += shape.hidden_size**2 * (FLOAT * len(work.hidden.group_of) + DOUBLE * work.hidden.num_groups)
+    return size
+
+
+def offload_folder(options: MachineOptions) -> Path:
+    """Return the folder of scratch files. Raises `ConfigError` if the named folder does not exist."""
+    folder = Path(tempfile.gettempdir() if options.offload_dir is None else options.offload_dir).expanduser()
+    if not folder.is_dir():
+        raise ConfigError(f"--offload-dir {folder} is not a folder; create it or name another.")
+    return folder
+
+
+def refuse_full_disk(options: MachineOptions, free_bytes: int, needed: int) -> None:
+    """Raise `MemoryLimitError` if the off-load folder has less room than needed."""
+    if free_bytes < needed:
+        raise MemoryLimitError(
+            f"{offload_folder(options)} has {gibibytes(free_bytes)} free and the run puts {gibibytes(needed)} there; "
+            "name a folder with more room as --offload-dir, give more --max-memory, or lower --num-sequences."
+        )

@@ -6,7 +6,7 @@ from dataclasses import replace
 from oneshot.compression.expert_correction import solved_together
 from oneshot.compression.expert_removal import TOKENS_TOGETHER
 from oneshot.footprint import terms
-from oneshot.footprint.terms import DOUBLE, FLOAT, Term
+from oneshot.footprint.terms import DOUBLE, FLOAT, Term, computed
 from oneshot.footprint.work import Work
 from oneshot.stream import EXPERTS_TOGETHER
 
@@ -58,7 +58,7 @@ def sums(work: Work, size: int, *, residual: bool) -> tuple[Term, ...]:
     at_once = min(EXPERTS_TOGETHER, work.machine.experts_together or _count(work))
     panel = (FLOAT * at_once if work.on_cuda else FLOAT + DOUBLE) * products
     of_shared = terms.sums(work, _shared(work, size), residual=residual)
-    return Term(max(while_grams, while_residuals), computed=True), Term(panel, computed=True), *of_shared
+    return computed(max(while_grams, while_residuals)), computed(panel), *of_shared
 
 
 def effects(work: Work) -> Term:
@@ -69,24 +69,24 @@ def effects(work: Work) -> Term:
     outputs = FLOAT * chosen * (4 * hidden + 3 * experts.count) + DOUBLE * (4 * chosen**2 + 4 * experts.count)
     outputs += FLOAT * _has_norms(work) * COPIES_BEHIND_NORMS * chosen * hidden
     neurons = work.dtype.itemsize * (4 * work.shape.intermediate_size + 2 * hidden)
-    return Term(tokens * (outputs + neurons) + 2 * DOUBLE * experts.count**2, computed=True)
+    return computed(tokens * (outputs + neurons) + 2 * DOUBLE * experts.count**2)
 
 
 def gram(work: Work, size: int, *, residual: bool) -> Term:
     """Return the finished statistics of a group of experts."""
     grams, residuals = _numbers(work, size, residual=residual)
     of_shared = terms.gram(work, _shared(work, size), residual=residual).bytes
-    return Term(FLOAT * (grams + residuals) + of_shared, computed=True)
+    return computed(FLOAT * (grams + residuals) + of_shared)
 
 
 def downs(work: Work, kept: int) -> Term:
     """Return the new downs of the experts."""
-    return Term(work.stored_itemsize * _count(work) * kept * work.shape.hidden_size, computed=True)
+    return computed(work.stored_itemsize * _count(work) * kept * work.shape.hidden_size)
 
 
 def solved(work: Work, kept: int) -> Term:
     """Return the new downs of the groups of experts that are solved, which are joined in the end."""
-    return Term((num_groups(work) > 1) * downs(work, kept).bytes, computed=True)
+    return computed((num_groups(work) > 1) * downs(work, kept).bytes)
 
 
 def solve(work: Work, size: int, kept: int, *, residual: bool) -> Term:
@@ -101,7 +101,7 @@ def solve(work: Work, size: int, kept: int, *, residual: bool) -> Term:
         terms.correction(work, shared, kept_shared, residual=residual).bytes,
     )
     seen = _seen_downs(work, size)
-    return Term(max(choice + seen, *corrected, _together(work, size)) + downs(work, kept).bytes, computed=True)
+    return computed(max(choice + seen, *corrected, _together(work, size)) + downs(work, kept).bytes)
 
 
 def _together(work: Work, size: int) -> int:
@@ -117,7 +117,7 @@ def curves(work: Work, size: int) -> Term:
     largest = max(size, _shared(work, size))
     factors = (FLOAT + DOUBLE) * 2 * largest**2 + 3 * DOUBLE * work.shape.hidden_size * largest
     seen = _seen_downs(work, size)
-    return Term((FLOAT + DOUBLE) * grams + factors + seen + terms.neuron_gram(work, largest).bytes, computed=True)
+    return computed((FLOAT + DOUBLE) * grams + factors + seen + terms.neuron_gram(work, largest).bytes)
 
 
 def share_outside(work: Work) -> float:

@@ -14,7 +14,7 @@ from oneshot.footprint import terms
 from oneshot.footprint.curvature_memory import curvature_stages
 from oneshot.footprint.layer_memory import layer_stages
 from oneshot.footprint.profile_memory import profile_stages
-from oneshot.footprint.terms import BATCH, DOUBLE, FLOAT, Stage, Term
+from oneshot.footprint.terms import BATCH, DOUBLE, FLOAT, Stage, Term, computed
 from oneshot.footprint.work import Work
 from oneshot.profiling import IMPORTANCE_TOKENS
 from oneshot.profiling.latency import RANKS, WIDTHS
@@ -55,7 +55,7 @@ def stages_outside_layers(work: Work) -> list[Stage]:
         reduced = Term(
             2 * work.outside_bytes if work.schedule.may_rank_embedding else 0
         )  # its tables and maps, and their product
-        stage = (*terms.read(work.outside_bytes), reduced, Term(embedded, computed=True, knobs=BATCH))
+        stage = (*terms.read(work.outside_bytes), reduced, computed(embedded, BATCH))
         listed.append(Stage("the embedding", stage))
     if work.measures_latency:
         listed.append(_latency(work))
@@ -75,16 +75,6 @@ def stages_outside_layers(work: Work) -> list[Stage]:
         listed += _hidden_size(work)
     listed.append(_outside(work))
     return listed
-
-
-def scratch_bytes(work: Work) -> int:
-    """Return the bytes of scratch files: Grams and directions of the residual stream, and output curvature."""
-    shape, size = work.shape, 0
-    if work.schedule.measures_curvature:
-        size += FLOAT * shape.num_hidden_layers * sum(each**2 for each in work.curvature_sizes)
-    if work.hidden is not None:
-        size += shape.hidden_size**2 * (FLOAT * len(work.hidden.group_of) + DOUBLE * work.hidden.num_groups)
-    return size
 
 
 def _reading(source: str) -> Stage:
@@ -111,13 +101,13 @@ def _writing(work: Work) -> list[Stage]:
     is_mapped = work.device.type == "cpu" and itemsize == work.stored_itemsize
     # a device takes tensor by tensor, and pages of a mapped file are the system's to take back
     loaded = Term(min(work.model_bytes, LOADED_BYTES) if work.on_cuda else work.model_bytes, knobs=knobs)
-    copied = Term(0 if is_mapped else parameters, computed=True, knobs=knobs)
+    copied = computed(0 if is_mapped else parameters, knobs)
     model = loaded if is_mapped else copied
     return [
         Stage("loading the model to write text (--calibration self)", (loaded, copied), has_states=False),
         Stage(
             "letting the model write the text (--calibration self)",
-            (model, Term(documents * document_bytes(shape, work.dtype), computed=True)),
+            (model, computed(documents * document_bytes(shape, work.dtype))),
             has_states=False,
         ),
     ]
@@ -145,7 +135,7 @@ def _importance(work: Work) -> list[Stage]:
     if work.plan is not None:
         sequences = min(math.ceil(IMPORTANCE_TOKENS / work.text.sequence_length), sequences)
     batch, inputs = terms.activations(work, shape.intermediate_size), 2 * FLOAT * work.batch_tokens
-    squares = Term(inputs * max(shape.intermediate_size, shape.hidden_size), computed=True, knobs=BATCH)
+    squares = computed(inputs * max(shape.intermediate_size, shape.hidden_size), BATCH)
     restored = 0 if work.plan is None else FLOAT * shape.layer_parameters()
     table = 0 if work.plan is None else 2 * FLOAT * shape.vocab_size * shape.hidden_size
     layer = (*terms.layer(work), terms.layer_copy(work), Term(2 * restored), batch, squares)
@@ -153,7 +143,7 @@ def _importance(work: Work) -> list[Stage]:
     listed = [replace(stage, own_stores=((one + shape.lent) * sequences,)) for stage in listed]
     if work.schedule.chooses_types:
         number = one * min(math.ceil(SENSITIVITY_TOKENS / work.text.sequence_length), work.text.num_sequences)
-        graph = Term(2 * batch.bytes, computed=True, knobs=BATCH)
+        graph = computed(2 * batch.bytes, BATCH)
         stores = (number,) * (shape.num_hidden_layers + 1)
         listed.append(Stage("the sensitivity of tensors", (*layer, graph, Term(table)), own_stores=stores))
     return listed
@@ -162,12 +152,12 @@ def _importance(work: Work) -> list[Stage]:
 def _hidden_size(work: Work) -> list[Stage]:
     """Return the stages that find the residual stream's principal directions."""
     hidden, square = work.shape.hidden_size, work.shape.hidden_size**2
-    rows = Term(3 * FLOAT * work.batch_tokens * hidden, computed=True, knobs=BATCH)
-    grams = Term((DOUBLE + 4 * FLOAT) * square, computed=True)
+    rows = computed(3 * FLOAT * work.batch_tokens * hidden, BATCH)
+    grams = computed((DOUBLE + 4 * FLOAT) * square)
     batch = terms.activations(work, work.shape.intermediate_size)
     return [
         Stage("the statistics of the hidden size", (*terms.layer(work), terms.layer_copy(work), grams, batch, rows)),
-        Stage("the directions of the hidden size", (Term((9 * DOUBLE + FLOAT) * square, computed=True),)),
+        Stage("the directions of the hidden size", (computed((9 * DOUBLE + FLOAT) * square),)),
     ]
 
 
@@ -178,9 +168,8 @@ def _outside(work: Work) -> Stage:
         cast = terms.cast_share(work)
         table = (1 + cast) * work.token_table_bytes  # mapped
         return Stage("writing the embedding", (Term(max((2 + cast) * size, size + table)),))
-    panels = Term(
+    panels = computed(
         3 * DOUBLE * min(PANEL_ROWS, work.shape.vocab_size) * work.shape.hidden_size
-        + DOUBLE * work.shape.hidden_size**2,
-        computed=True,
+        + DOUBLE * work.shape.hidden_size**2
     )
     return Stage("folding the embedding and the head", (Term((4 + terms.cast_share(work)) * size), panels, bases))

@@ -49,19 +49,13 @@ EXPERT_LAUNCHES, ARRIVAL_LAUNCHES, EFFECT_LAUNCHES = 95, 17, 7
 Seconds = dict[str, float]  # by phase
 
 
-def predicted_seconds(work: Work, rates: Rates, store: Store = "device") -> dict[str, float]:
-    """Return the seconds by stage, and their `total`."""
-    seconds = {stage: sum(phases.values()) for stage, phases in predicted_phases(work, rates, store).items()}
-    return seconds | {"total": sum(seconds.values())}
-
-
 def predicted_phases(work: Work, rates: Rates, store: Store = "device") -> dict[str, Seconds]:
     """Return the seconds by stage and phase. `store`: where activations are kept."""
     shape = work.shape
     layers, forward = shape.num_hidden_layers, _forward(work, rates)
     stages: dict[str, Seconds] = {"prepare": {"start": START_SECONDS}}
     if SELF in work.source_tokens:
-        stages["prepare"]["own text"] = own_text_seconds(work, rates)
+        stages["prepare"]["own text"] = _own_text(work, rates)
     if work.schedule.measures_curvature:
         stages["curvature"] = _curvature(work, forward, rates, store)
     if work.schedule.makes_profile:
@@ -95,7 +89,7 @@ def check_seconds(work: Work, rates: Rates) -> float:
     return CHECK_START_SECONDS + 2 * (scored * (layers * forward + head) / rates.stream + answered)
 
 
-def own_text_seconds(work: Work, rates: Rates) -> float:
+def _own_text(work: Work, rates: Rates) -> float:
     """Return the seconds in which the model writes text, token by token; 0 if it writes none."""
     written, layers, forward = work.source_tokens.get(SELF, 0), work.shape.num_hidden_layers, _forward(work, rates)
     if not written:

@@ -44,6 +44,16 @@ class Term:
     knobs: tuple[str, ...] = ()
 
 
+def computed(size: float, knobs: tuple[str, ...] = ()) -> Term:
+    """Return bytes on the compute device."""
+    return Term(size, True, knobs)
+
+
+def largest(*alternatives: Term) -> Term:
+    """Return the largest of what is held one after the other."""
+    return max(alternatives, key=lambda term: term.bytes)
+
+
 @dataclass(frozen=True)
 class Stage:
     """The memory at the peak of a stage.
@@ -69,9 +79,9 @@ class Stage:
 
     def knobs(self) -> tuple[str, ...]:
         """Return the options that would lower this stage by a tenth or more, the most helpful first."""
-        total = sum(term.bytes for term in self.terms)
-        helpful = sorted((term for term in self.terms if term.knobs), key=lambda term: -term.bytes)
-        return tuple(dict.fromkeys(knob for term in helpful if term.bytes > total / 10 for knob in term.knobs))
+        tenth = sum(term.bytes for term in self.terms) / 10
+        ordered = sorted(self.terms, key=lambda term: -term.bytes)
+        return tuple(dict.fromkeys(knob for term in ordered if term.bytes > tenth for knob in term.knobs))
 
 
 def read(size: float) -> tuple[Term, ...]:
@@ -87,7 +97,7 @@ def layer(work: Work) -> tuple[Term, ...]:
     beside = token_inputs(work)
     if not work.on_cuda:
         return (Term(work.layer_bytes), *read(work.layer_bytes), *beside, _compiled_products(work))
-    return (*beside, Term(3 * work.pinned_bytes), *read(work.layer_bytes), Term(work.layer_bytes, computed=True))
+    return (*beside, Term(3 * work.pinned_bytes), *read(work.layer_bytes), computed(work.layer_bytes))
 
 
 def token_inputs(work: Work) -> tuple[Term, ...]:
@@ -103,7 +113,7 @@ def token_inputs(work: Work) -> tuple[Term, ...]:
     row_bytes = (inputs.width * shape.num_hidden_layers + shape.hidden_size) * work.stored_itemsize
     pages = min(shape.vocab_size * row_bytes, 2 * MAPPED_BYTES * together)
     made = FLOAT * together * (4 * shape.hidden_size + 6 * inputs.width)
-    return Term(pages), Term(2 * distinct * inputs.width * work.dtype.itemsize + made, computed=True)
+    return Term(pages), computed(2 * distinct * inputs.width * work.dtype.itemsize + made)
 
 
 def _compiled_products(work: Work) -> Term:
@@ -120,7 +130,7 @@ def layer_copy(work: Work, share: float = 1.0) -> Term:
     mixture = work.grid.family.stack.experts
     is_laid_out = mixture is not None and mixture.alternating  # otherwise than it was read
     size = 0 if work.same_dtype and not is_laid_out else share * work.shape.layer_parameters() * work.dtype.itemsize
-    return Term(size, computed=True)
+    return computed(size)
 
 
 def activations(work: Work, width: int, tokens: int | None = None) -> Term:
@@ -155,7 +165,7 @@ def activations(work: Work, width: int, tokens: int | None = None) -> Term:
     needed: float = tokens * (streams + passed) + positions
     if not shape.causal and not work.on_cuda:
         needed += GAPS_OF_ACTIVATIONS * tokens * (streams + passed) + GAPS_OF_TEXT * sum(work.store_bytes)
-    return Term(needed, computed=True, knobs=BATCH)
+    return computed(needed, BATCH)
 
 
 def experts(work: Work, width: int) -> int:
@@ -173,43 +183,31 @@ def experts(work: Work, width: int) -> int:
 
 def gram(work: Work, size: int, *, residual: bool) -> Term:
     """Return the finished Gram of `size` columns and the residual towards the dense stream."""
-    return Term(FLOAT * size * (size + residual * work.shape.hidden_size), computed=True)
+    return computed(FLOAT * size * (size + residual * work.shape.hidden_size))
 
 
 def sums(work: Work, size: int, *, residual: bool) -> tuple[Term, ...]:
     """Return what `gram` is summed in, and the larger of a panel of products and the finished float32 Gram."""
     numbers = size * (size + residual * work.shape.hidden_size)
-    return Term(DOUBLE * numbers, computed=True), Term(max(_panel(work, size), FLOAT * size * size), computed=True)
+    return computed(DOUBLE * numbers), computed(max(_panel(work, size), FLOAT * size * size))
 
 
-def held_out(work: Work, size: int, *, residual: bool) -> tuple[Term, ...]:
-    """Return the statistics of the held-out slice and of the rest, if a ridge is chosen by them."""
-    if not work.method.holds_out:
-        return ()
-    return (gram(work, size, residual=residual),) * 2
+def finished(work: Work, size: int, *, residual: bool) -> tuple[Term, ...]:
+    """Return the `gram`; if a ridge is chosen by a held-out slice, also the slice's and the rest's."""
+    return (gram(work, size, residual=residual),) * (3 if work.method.holds_out else 1)
 
 
-def held_out_sums(work: Work, size: int, *, residual: bool) -> tuple[Term, ...]:
-    """Return what the statistics of the held-out slice are summed in."""
-    return sums(work, size, residual=residual)[:1] if work.method.holds_out else ()
+def summed(work: Work, size: int, *, residual: bool) -> tuple[Term, ...]:
+    """Return what the statistics of `finished` are summed in."""
+    whole = sums(work, size, residual=residual)
+    return (*whole, whole[0]) if work.method.holds_out else whole
 
 
-def sketch(work: Work) -> tuple[Term, ...]:
-    """Return the sketch `S A`."""
-    return tuple(Term(FLOAT * numbers, computed=True, knobs=("--set sketch_size=",)) for numbers in _sketched(work))
-
-
-def sketch_sums(work: Work) -> tuple[Term, ...]:
-    """Return what the sketch is summed in, and the finished sketch."""
-    return tuple(
-        Term((DOUBLE + FLOAT) * numbers, computed=True, knobs=("--set sketch_size=",)) for numbers in _sketched(work)
-    )
-
-
-def _sketched(work: Work) -> tuple[int, ...]:
-    """Return the numbers in the sketch; none without one."""
+def sketch(work: Work, itemsize: int = FLOAT) -> Term:
+    """Return the sketch `S A`; while it is summed a number takes `DOUBLE + FLOAT`. Nothing without a sketch."""
     width = work.shape.intermediate_size
-    return (work.method.rows_of_sketch(width) * width,) if takes_sketch(work.method) else ()
+    rows = work.method.rows_of_sketch(width) if takes_sketch(work.method) else 0
+    return computed(itemsize * rows * width, ("--set sketch_size=",))
 
 
 def _panel(work: Work, size: int) -> int:
@@ -221,7 +219,7 @@ def _panel(work: Work, size: int) -> int:
 def choice(work: Work, size: int, kept: int, selector: SelectorName) -> Term:
     """Return the working memory of the choice of columns, beside their Gram."""
     cost = choice_cost(work, size, kept, selector)
-    return Term(cost.bytes, computed=True, knobs=cost.knobs)
+    return computed(cost.bytes, cost.knobs)
 
 
 def choice_cost(work: Work, size: int, kept: float, selector: SelectorName) -> Cost:
@@ -246,8 +244,8 @@ def choice_cost(work: Work, size: int, kept: float, selector: SelectorName) -> C
 def neuron_gram(work: Work, size: int) -> Term:
     """Return the Gram of neurons by what they do to the output, beside which pivots are chosen; nothing without it."""
     if not work.schedule.weighs_output:
-        return Term(0, computed=True)
-    return Term(neuron_gram_bytes(size, work.shape.hidden_size), computed=True, knobs=("--set curvature=none",))
+        return computed(0)
+    return computed(neuron_gram_bytes(size, work.shape.hidden_size), ("--set curvature=none",))
 
 
 def correction(work: Work, size: int, kept: int, *, residual: bool) -> Term:
@@ -256,11 +254,11 @@ def correction(work: Work, size: int, kept: int, *, residual: bool) -> Term:
     panel = DOUBLE * min(ENERGY_PANEL, size) * (size + 2 * hidden) + work.on_cuda * FLOAT * hidden * size
     compared = max(DOUBLE * hidden * kept, panel, residual * 2 * DOUBLE * hidden * size)
     if not work.method.solves:
-        return Term(DOUBLE * hidden * (2 * size + kept) + compared, computed=True)
+        return computed(DOUBLE * hidden * (2 * size + kept) + compared)
     solve = (FLOAT + DOUBLE) * kept * kept + (FLOAT + 3 * DOUBLE) * kept * rest
     step = DOUBLE * kept * kept + DOUBLE * kept * rest + residual * (FLOAT + 3 * DOUBLE) * kept * hidden
     results = DOUBLE * (kept * rest + (1 + residual) * hidden * kept + 2 * hidden * size)
-    return Term(max(solve, step, results + compared), computed=True)
+    return computed(max(solve, step, results + compared))
 
 
 def directions(work: Work) -> Term:
@@ -269,27 +267,27 @@ def directions(work: Work) -> Term:
     size = max(shape.hidden_size, shape.num_attention_heads * shape.head_dim)
     rows = max(shape.intermediate_size, (shape.num_attention_heads + shape.num_key_value_heads) * shape.head_dim)
     metric = (FLOAT + DOUBLE) * shape.query_key_width**2 * work.schedule.weighs_output
-    return Term(DOUBLE * (6 * size * size + 3 * rows * size) + metric, computed=True)
+    return computed(DOUBLE * (6 * size * size + 3 * rows * size) + metric)
 
 
 def up_proj(work: Work, kept: int) -> tuple[Term, ...]:
     """Return both factors of the preconditioner, what they are made of, and the steps of conjugate gradients."""
     hidden = work.shape.hidden_size
     factors = (2 * FLOAT + DOUBLE) * kept * kept + (FLOAT + DOUBLE) * hidden * hidden
-    return Term(factors, computed=True), Term((6 * FLOAT + 4 * DOUBLE) * kept * hidden, computed=True)
+    return computed(factors), computed((6 * FLOAT + 4 * DOUBLE) * kept * hidden)
 
 
 def output_head(work: Work) -> Term:
     """Return the output head in the compute dtype."""
-    return Term(work.shape.vocab_size * work.shape.hidden_size * work.dtype.itemsize, computed=True)
+    return computed(work.shape.vocab_size * work.shape.hidden_size * work.dtype.itemsize)
 
 
 def predictions(work: Work) -> tuple[Term, ...]:
     """Return logits of two models for one sequence and a panel of the vocabulary, and its rows of the head."""
     shape, length = work.shape, work.text.sequence_length
     panel = min(VOCABULARY_PANEL, shape.vocab_size)
-    logits = Term(FLOAT * length * (4 * panel + 6 * shape.hidden_size), computed=True, knobs=LENGTH)
-    return logits, Term(FLOAT * (work.dtype.itemsize != FLOAT) * panel * shape.hidden_size, computed=True)
+    logits = computed(FLOAT * length * (4 * panel + 6 * shape.hidden_size), LENGTH)
+    return logits, computed(FLOAT * (work.dtype.itemsize != FLOAT) * panel * shape.hidden_size)
 
 
 def embedding(work: Work) -> tuple[Term, ...]:
@@ -298,8 +296,8 @@ def embedding(work: Work) -> tuple[Term, ...]:
     rows = min(PANEL_ROWS, vocabulary)
     return (
         Term(work.outside_bytes),
-        Term(3 * DOUBLE * rows * hidden, computed=True),
-        Term(10 * DOUBLE * hidden * hidden + 4 * DOUBLE * vocabulary, computed=True),
+        computed(3 * DOUBLE * rows * hidden),
+        computed(10 * DOUBLE * hidden * hidden + 4 * DOUBLE * vocabulary),
     )
 
 
@@ -307,15 +305,10 @@ def bases(work: Work) -> Term:
     """Return bases of neighbouring groups, and one while it is read."""
     if work.hidden is None:
         return Term(0)
-    return Term(DOUBLE * work.shape.hidden_size**2 * (min(4, work.hidden.num_groups) + 2), computed=True)
+    return computed(DOUBLE * work.shape.hidden_size**2 * (min(4, work.hidden.num_groups) + 2))
 
 
 def cast_share(work: Work) -> float:
     """Return the bytes written per byte read if the dtype changes, else 0."""
     sizes = {"float32": 4, "bfloat16": 2, "float16": 2}
     return sizes.get(work.save_dtype, 0) / work.stored_itemsize
-
-
-def size_of(term: Term) -> float:
-    """Return the bytes of a term."""
-    return term.bytes

@@ -103,6 +103,12 @@ class Work:
         return None if self.plan is None else self.plan.hidden
 
     @property
+    def reshapes_heads(self) -> bool:
+        """Return whether sizes inside heads shrink, or may if a profile decides."""
+        inner = self.plan is not None and (self.plan.reduces_values or self.plan.reduces_queries_keys)
+        return inner or self.method.plans_inner_sizes
+
+    @property
     def source_tokens(self) -> dict[str, int]:
         """Return the tokens of each source of the calibration text; none if it is not read."""
         return shares(self.num_tokens, split_sources(self.text.calibration)) if self.schedule.reads_text else {}

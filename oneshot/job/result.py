@@ -40,14 +40,7 @@ def expect_parts(job: Job, journal: Journal) -> None:
     beside = [] if further is None else further.outside(run.model.checkpoint.without_values())
     journal.expect(
         planned_parts(
-            run.form,
-            run.model,
-            job.plan,
-            job.subspaces,
-            job.embedding,
-            config.save_dtype,
-            blocks=blocks,
-            beside=beside,
+            run.form, run.model, job.plan, job.subspaces, job.embedding, config.save_dtype, blocks=blocks, beside=beside
         ),
         direct=run.form.is_safetensors,
         max_file_bytes=config.max_file_bytes,

@@ -108,10 +108,7 @@ def _find_subspaces(job: Job) -> None:
     plan, run, method, target = job.plan, job.run, job.run.method, job.config.target
     assert plan.hidden is not None
     with ProgressBar(
-        run.tracker,
-        num_layers=run.model.shape.num_hidden_layers,
-        total=run.text.num_tokens,
-        stage="hidden size",
+        run.tracker, num_layers=run.model.shape.num_hidden_layers, total=run.text.num_tokens, stage="hidden size"
     ) as progress:
         subspaces = find_subspaces(
             run.model,

@@ -13,7 +13,7 @@ from oneshot.linalg.psd import GramNote
 from oneshot.report.display import Display
 from oneshot.report.records import LayerReport
 from oneshot.report.stages import Stages
-from oneshot.report.words import amount, left
+from oneshot.report.words import amount, gibibytes, left
 
 READING = "reading"  # the first stage of every run
 ERROR_EXPLAINED = (
@@ -181,7 +181,7 @@ class ProgressBar:
         known = [sublayer.predicted_error or sublayer.measured_error for sublayer in layer.sublayers]
         errors = [error for error in known if error is not None]
         shown = [f"error {max(errors):.3f}"] if errors else []
-        self._note = ", ".join([*shown, f"peak {layer.peak_bytes / 2**30:.2f} GiB"])
+        self._note = ", ".join([*shown, f"peak {gibibytes(layer.peak_bytes)}"])
         self._show()
 
     def _show(self) -> None:

@@ -8,7 +8,7 @@ from oneshot.json_text import numbers
 from oneshot.linalg.psd import GramNote
 from oneshot.machine import Store
 from oneshot.report.side_by_side import Comparison
-from oneshot.report.words import OPENED, duration
+from oneshot.report.words import OPENED, duration, gibibytes
 
 
 @dataclass(frozen=True)
@@ -108,9 +108,9 @@ class Footprint:
 
     def __str__(self) -> str:
         dense, compressed = self.stored_parameters["dense"], self.stored_parameters["compressed"]
-        memory = f"{self.host_bytes / 2**30:.2f} GiB of the host ({self.host_stage})"
+        memory = f"{gibibytes(self.host_bytes)} of the host ({self.host_stage})"
         if self.device_bytes:
-            memory += f", {self.device_bytes / 2**30:.2f} GiB of the device ({self.device_stage})"
+            memory += f", {gibibytes(self.device_bytes)} of the device ({self.device_stage})"
         if self.experts_together is not None:
             memory += f", with {grouped_experts(self)}"
         own_text = f", of which {duration(self.text_seconds)} to write the text" if self.text_seconds else ""
@@ -119,7 +119,7 @@ class Footprint:
             **({"served": self.served} if self.served else {}),
             "parameters": f"{dense:,} → {'' if self.exact else 'about '}{compressed:,} (−{1 - compressed / dense:.1%})",
             "memory": f"at most {memory}",
-            "disk": f"{self.disk_bytes / 2**30:.2f} GiB at the output, {self.scratch_bytes / 2**30:.2f} GiB off-loaded",
+            "disk": f"{gibibytes(self.disk_bytes)} at the output, {gibibytes(self.scratch_bytes)} off-loaded",
             "groups": f"{self.groups} (of quantisers)",
             **({"dtype": self.dtype} if self.dtype else {}),
             "time": f"about {duration(self.seconds['total'])}{own_text}; it may be wrong by a factor of two",

@@ -9,7 +9,7 @@ from oneshot.errors import printable
 from oneshot.report.card import PAGE_NAME
 from oneshot.report.records import Check, Report
 from oneshot.report.terminal import WIDTH
-from oneshot.report.words import NOTHING, OPENED, amount, by_kind, duration, size, verdict
+from oneshot.report.words import NOTHING, OPENED, amount, by_kind, duration, gibibytes, size, verdict
 
 NAME_WIDTH = 14
 OTHER_DTYPE = 0.1  # two files differ in the bytes of a parameter by more only if their dtypes do
@@ -50,7 +50,7 @@ def summary(
         alike = after * stored["dense"] / stored["compressed"]  # of the original in the result's dtype
         if abs(alike / before - 1) > OTHER_DTYPE and not own_types:
             lines.append(("same dtype", f"{size(alike)} → {size(after)}, had the original been stored like the result"))
-    lines.append(("time", f"{duration(report.seconds['total'])}, peak memory {report.peak_bytes / 2**30:.2f} GiB"))
+    lines.append(("time", f"{duration(report.seconds['total'])}, peak memory {gibibytes(report.peak_bytes)}"))
     lines += check_lines(check)
     allowed = report.config["target"].get("max_loss")
     if allowed is not None and check is not None and check.lost_nats is not None:

@@ -14,7 +14,7 @@ from oneshot.planning import Profile
 from oneshot.report.layer_table import layer_table
 from oneshot.report.mixture import COLUMNS, mixture_rows
 from oneshot.report.records import Footprint, Report, SublayerReport, grouped_experts
-from oneshot.report.words import OPENED, duration
+from oneshot.report.words import OPENED, duration, gibibytes
 
 WIDTH = 80
 DRY_RUN = "dry run: only headers are read, nothing is written"
@@ -229,11 +229,6 @@ def _width(errors: torch.Tensor) -> int:
     """Return the width of an FFN by its errors; zeros stand behind the whole width of layers narrower than others."""
     losing = errors.nonzero()
     return min(int(losing[-1]) + 1 if len(losing) else len(errors), len(errors) - 1)
-
-
-def gibibytes(size: float) -> str:
-    """Return bytes as `1.25 GiB`."""
-    return f"{size / 2**30:.2f} GiB"
 
 
 def size_rows(report: Report) -> list[tuple[str, dict[str, int]]]:

@@ -65,3 +65,8 @@ def size(bytes_: float) -> str:
     if bytes_ >= 1e6:
         return f"{bytes_ / 1e6:.1f} MB"
     return f"{bytes_ / 1e3:.0f} KB" if bytes_ >= 1e3 else f"{bytes_:.0f} bytes"
+
+
+def gibibytes(bytes_: float) -> str:
+    """Return bytes of memory as `1.25 GiB`."""
+    return f"{bytes_ / 2**30:.2f} GiB"
