@@ -5,9 +5,10 @@ heads. They are chosen by statistics that are summed over the layers, in one den
 has no table: each layer chooses its own heads when it is compressed.
 """
 
+from functools import partial
+
 import torch
 
-from oneshot.architecture import ModelShape
 from oneshot.checkpoint import Model
 from oneshot.compression.fold import augmented_weight, row_energy
 from oneshot.compression.overflow import naming_the_layer
@@ -17,7 +18,7 @@ from oneshot.machine.prefetch import prefetch
 from oneshot.machine.transfer import Uploader, pinned
 from oneshot.method import SelectorName
 from oneshot.planning import Plan
-from oneshot.selection import SELECTORS, Evidence, SharedSelector
+from oneshot.selection import SELECTORS, Evidence
 from oneshot.stream import States
 from oneshot.text import Text
 
@@ -27,12 +28,15 @@ def find_shared_heads(
 ) -> dict[str, torch.Tensor]:
     """Return the heads that stay in the self-attention of every stack, ascending int64, by the stack's prefix.
 
+    With `id` they are the pivots of heads whose columns are those of all layers, one below the other, so that
+    output-weighted Grams add up (STAT section 3.2). Other selectors sum the scores over the layers.
+
     Args:
-        selector: the name of a `SharedSelector` (`Grid.settle` refuses others).
+        selector: one whose choice layers can share (`Grid.settle` refuses others).
     """
-    shape, family = model.shape, model.family
+    shape, family, chosen = model.shape, model.family, SELECTORS[selector]
     states, upload = States(model, machine, text), Uploader(machine.device)
-    choices: dict[str, SharedChoice] = {}
+    totals: dict[str, torch.Tensor] = {}
     read = prefetch(lambda layer: pinned(model.read_layer(layer), machine.device), shape.num_hidden_layers)
     for number, read_tensors in enumerate(read):
         stack = family.stack_of(number)
@@ -58,34 +62,12 @@ def find_shared_heads(
             generator=torch.Generator().manual_seed(seed + number),
             moments=moments.finish(machine.workers),
         )
-        choices.setdefault(stack.layers, SharedChoice(selector, shape)).add(evidence)
+        own = chosen.shared(evidence)
+        totals[stack.layers] = own if stack.layers not in totals else totals[stack.layers] + own
         states.defer(lambda x, _, layer=layer: layer.run_all(x))  # type: ignore[misc]
     states.close()
     kept = plan.layers[plan.kept_layers[0]].num_attention_heads
     return {
-        name: machine.workers.share(number, lambda choice=choice: choice.heads(kept))  # type: ignore[misc]
-        for number, (name, choice) in enumerate(choices.items())
+        name: machine.workers.share(number, partial(chosen.blocks_of_shared, total, shape.num_attention_heads, kept))
+        for number, (name, total) in enumerate(totals.items())
     }
-
-
-class SharedChoice:
-    """Sum what the heads of several layers are worth, and choose those that stay.
-
-    `id`: the pivots of heads whose columns are those of all layers, one below the other, so that output-weighted Grams
-    add up (STAT section 3.2). Other selectors: the largest sums of their scores.
-    """
-
-    def __init__(self, selector: SelectorName, shape: ModelShape) -> None:
-        chosen = SELECTORS[selector]
-        assert isinstance(chosen, SharedSelector)
-        self._selector, self._num_heads = chosen, shape.num_attention_heads
-        self._sum: torch.Tensor | float = 0.0
-
-    def add(self, evidence: Evidence) -> None:
-        """Add the evidence of a layer."""
-        self._sum = self._sum + self._selector.shared(evidence)
-
-    def heads(self, kept: int) -> torch.Tensor:
-        """Return the heads that stay, ascending int64 `(kept,)`."""
-        assert isinstance(self._sum, torch.Tensor)
-        return self._selector.blocks_of_shared(self._sum, self._num_heads, kept)

@@ -6,7 +6,7 @@ from oneshot.architecture import Feature
 from oneshot.config import Target
 from oneshot.errors import ConfigError, OneshotError, PlanError
 from oneshot.method import Method
-from oneshot.selection import SharedSelector, find_selector, needs_of
+from oneshot.selection import find_selector, needs_of
 
 if TYPE_CHECKING:
     from oneshot.planning.grid import Grid
@@ -35,7 +35,7 @@ def errors_against(grid: "Grid", method: Method, target: Target) -> list[Oneshot
     reasons = [grid.family.reason_against(feature) for feature, is_asked in features.items() if is_asked]
     found += [PlanError(reason) for reason in reasons if reason is not None]
     _, heads = find_selector(method.ffn), find_selector(method.heads)
-    if heads is not None and grid.family.shares_heads and not isinstance(heads, SharedSelector):
+    if heads is not None and grid.family.shares_heads and not heads.shares_layers:
         found.append(
             PlanError(
                 f"--set heads={method.heads} chooses heads for a single layer, but here all layers of a stack "

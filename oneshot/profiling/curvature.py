@@ -6,7 +6,7 @@ a device for a part of it, are held at a time, and every layer is read twice.
 """
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +29,9 @@ from oneshot.text import Batch, Text, placed
 CURVATURE_TOKENS = 16_384  # at most, and at most a quarter of the text, if this leaves the fewest
 FEWEST_TOKENS = 2_048
 Norms = list[BranchNorm | MixtureNorms | None]  # of a layer, by sublayer: what follows their writers
-OfLayer = tuple[int, "_Sums", Callable[[], int]]  # number, sums of the part of the text, what finds an overflow
+OfLayer = tuple[
+    int, dict[str, GramAccumulator], Callable[[], int]
+]  # number, sums of the part of the text, what finds an overflow
 SCORES_TOGETHER = 2**28  # numbers of attention's scores on a device, which has them whole
 LARGEST_GRADIENT = 10.0  # of a token, in units of the mean norm of its sequence
 
@@ -62,7 +64,8 @@ def measure_curvature(
         )
         for number, sums, cause in passed:
             try:
-                sums.save(curvature, number, machine, text.num_tokens)
+                grams = ((name, one.finish(machine.workers).gram) for name, one in sums.items())
+                curvature.save(number, {name: shrunk(gram / text.num_tokens) for name, gram in grams})
             except SumsOverflowError:
                 layer = cause()
                 with naming_the_layer(layer, partial(model.read_layer, layer)):
@@ -97,16 +100,16 @@ def _passed_back(
     whole, numbers = holds_scores(model, machine.device), range(model.shape.num_hidden_layers)[::-1]
     for number, (layer, norms) in zip(numbers, _layers(model, machine, builder, numbers, memory), strict=True):
         stack, shape = model.family.stack_of(number), model.shape.of(number)
-        sizes = measured_sizes(model.family, shape, stack)
-        sums = _Sums(sizes, machine.device)
+        sums = _accumulators(model, machine, number)
         for batch in own:
             behind, x = _read(gradients, batch), _read(states[-1], batch)
             together = sequences_together(len(x), x.shape[1], shape.num_attention_heads, x.device, whole)
             before = []
             parts = lent.parts(batch, together, borrows=model.family.borrows(number))
             for some, gradient, beside in zip(x.split(together), behind.split(together), parts, strict=True):
-                own_before, found = _gradients(layer, norms, stack, shape, sizes, some, gradient, beside)
-                sums.update_(found)
+                own_before, found = _gradients(layer, norms, stack, shape, sums, some, gradient, beside)
+                for name, gradients_of in found.items():
+                    sums[name].update_(clipped(gradients_of))
                 before.append(own_before)
             gradients.write(batch.rows, torch.cat(before))
             advance(batch.token_ids.numel())
@@ -119,8 +122,7 @@ def _passed_back(
 def _nothing(model: Model, machine: Machine) -> Iterator[OfLayer]:
     """Yield the sums of a worker without batches, as `_passed_back`: zeros, without a pass."""
     for number in range(model.shape.num_hidden_layers)[::-1]:
-        sizes = measured_sizes(model.family, model.shape.of(number), model.family.stack_of(number))
-        yield number, _Sums(sizes, machine.device), partial(int, number)
+        yield number, _accumulators(model, machine, number), partial(int, number)
 
 
 def _first_overflow(states: Sequence[ActivationStore], batches: Sequence[Batch]) -> int:
@@ -219,12 +221,12 @@ def _gradients(
     norms: Norms,
     stack: Stack,
     shape: ModelShape,
-    sizes: Mapping[str, int],
+    measured: Container[str],
     x: torch.Tensor,
     behind: torch.Tensor,
     beside: Beside | None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the gradient at the layer's input `x (sequences, length, D)`, and those inside it by names of `sizes`.
+    """Return the gradient at the layer's input `x (sequences, length, D)`, and those inside it that are `measured`.
 
     `behind`: the gradient behind the layer. `norms`: those inside the sublayers. All gradients are `(sequences, length,
     …)`; those of `query_key` are at queries and keys together. `beside`: what the layer reads beside the stream; its
@@ -232,8 +234,8 @@ def _gradients(
     """
     mixer, ffn = stack.mixer_index, stack.index_of("ffn")
     writers = {ffn: stack.sublayers[ffn].writer}
-    writers |= {mixer: stack.attention.out} if "output" in sizes else {}
-    readers = [stack.attention.q, stack.attention.k] if "query_key" in sizes else []
+    writers |= {mixer: stack.attention.out} if "output" in measured else {}
+    readers = [stack.attention.q, stack.attention.k] if "query_key" in measured else []
     linears = list(dict.fromkeys([*writers.values(), *map(stack.stored_linear, readers)]))
     others_of = [norm.beside for norm in norms if isinstance(norm, MixtureNorms)]
     layer = layer if beside is None else layer.reading(beside.memory)
@@ -272,23 +274,10 @@ def _gradients(
     return before, found
 
 
-class _Sums:
-    """Sum what the curvature of one layer is made of: a matrix of each of `sizes`."""
-
-    def __init__(self, sizes: Mapping[str, int], device: torch.device) -> None:
-        self._grams = {name: GramAccumulator(size, output_size=None, device=device) for name, size in sizes.items()}
-
-    def update_(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Add the gradients of a batch."""
-        for name, gradient in gradients.items():
-            self._grams[name].update_(clipped(gradient))
-
-    def save(self, curvature: Curvature, layer: int, machine: Machine, num_tokens: int) -> None:
-        """Write the means over the tokens of all workers, shrunk towards equal curvature of all directions."""
-        curvature.save(
-            layer,
-            {name: shrunk(sums.finish(machine.workers).gram / num_tokens) for name, sums in self._grams.items()},
-        )
+def _accumulators(model: Model, machine: Machine, layer: int) -> dict[str, GramAccumulator]:
+    """Return the sums of what the curvature of a layer is made of, by the names of `measured_sizes`."""
+    sizes = measured_sizes(model.family, model.shape.of(layer), model.family.stack_of(layer))
+    return {name: GramAccumulator(size, output_size=None, device=machine.device) for name, size in sizes.items()}
 
 
 def clipped(gradients: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """The cost of ranks of a tied embedding's vocabulary, and the effect of a reduced embedding on the output."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -22,20 +22,15 @@ EMBEDDING_TASK = 0  # of the worker that decomposes the embedding
 MIN_EMBEDDING_ERROR = 1e-4  # squared: below this the divergence is rounding noise
 
 
-@dataclass(frozen=True)
-class EmbeddingProfile:
-    """The `embedding_*` tensors of a `Profile`; all empty but the sensitivity if nothing was measured."""
-
-    gram: torch.Tensor
-    probabilities: torch.Tensor
-    errors: torch.Tensor
-    sensitivity: torch.Tensor
-
-
-def no_embedding_profile() -> EmbeddingProfile:
-    """Return the profile of an embedding that was not measured."""
+def no_embedding_profile() -> Tensors:
+    """Return the tensors of a `Profile` for an embedding that was not measured: empty, and no sensitivity."""
     empty = torch.empty(0, 0, dtype=torch.float64)
-    return EmbeddingProfile(empty, torch.empty(0), empty, torch.zeros(1, dtype=torch.float64))
+    return _tensors(empty, torch.empty(0), empty, torch.zeros(1, dtype=torch.float64))
+
+
+def _tensors(*found: torch.Tensor) -> Tensors:
+    names = ("gram", "probabilities", "errors", "sensitivity")
+    return {f"embedding_{name}": tensor for name, tensor in zip(names, found, strict=True)}
 
 
 def embedding_steps(model: Model) -> int:
@@ -51,8 +46,8 @@ def profile_embedding(
     layers: Callable[[], Iterable[Tensors]],
     *,
     advance: Callable[[float], None] = lambda steps: None,
-) -> EmbeddingProfile:
-    """Measure what ranks of the vocabulary's ranges cost; `states` are those after the last layer.
+) -> Tensors:
+    """Return the `embedding_…` tensors of a `Profile`; `states` are those after the last layer.
 
     What the output head reads is known only after the last layer, so a few sequences pass all `layers` again.
 
@@ -91,7 +86,7 @@ def profile_embedding(
         advance(1)
     workers.sum_(total, count)
     sensitivity = torch.tensor([max(0.0, float(total / count)) / max(lost, MIN_EMBEDDING_ERROR)], dtype=torch.float64)
-    return EmbeddingProfile(gram.cpu(), probabilities.cpu(), errors, sensitivity)
+    return _tensors(gram.cpu(), probabilities.cpu(), errors, sensitivity)
 
 
 def _read_by_head(

@@ -9,7 +9,7 @@ one more.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -32,6 +32,10 @@ from oneshot.profiling.probes import probe_size
 from oneshot.selection import pivots_of_experts
 from oneshot.stream import Layer
 from oneshot.tensors import Tensors
+
+Narrowed = tuple[ExpertFactors, list[tuple[torch.Tensor, torch.Tensor]]]
+"""Kept neurons of a group of experts, corrected, and energies of the error and of the output of each. The last group
+has the shared expert as one more, if it shrinks with the others."""
 
 
 def experts_task(
@@ -108,7 +112,7 @@ class NarrowerExperts:
     def __init__(self, task: ExpertsTask, tensors: Tensors) -> None:
         self._task, self._tensors = task, tensors
         self._missed = torch.zeros(task.dense_units + 1, dtype=torch.float64)
-        self._groups: list[NarrowedGroup] = []
+        self._narrowed: dict[int, Narrowed] = {}
         self.errors = torch.empty(0, dtype=torch.float64)
 
     @property
@@ -127,23 +131,11 @@ class NarrowerExperts:
             width, step = self._task.shape.intermediate_size, self._task.shape.width_step
             kept = min(width, probe_size(self.errors[::step]) * step)
             self._task = replace(self._task, plan=self._task.plan.with_sizes(intermediate_size=kept))
-        self._groups.append(narrow(self._task, self._tensors, statistics))
+        self._narrowed[statistics.group.start] = narrow(self._task, self._tensors, statistics)
 
     def narrowed(self) -> tuple[Tensors, float]:
         """Return the layer with the neurons of the probe in every expert, corrected, and its relative squared error."""
-        return join(self._task, self._tensors, self._groups)
-
-
-@dataclass(frozen=True)
-class NarrowedGroup:
-    """The kept neurons of a group of experts, corrected, and the energies of the error and of the output of each.
-
-    The last group has the shared expert as one more, if it shrinks with the others.
-    """
-
-    group: range
-    factors: ExpertFactors
-    energies: list[tuple[torch.Tensor, torch.Tensor]]
+        return join(self._task, self._tensors, [self._narrowed[first] for first in sorted(self._narrowed)])
 
 
 def add_missed_(total: torch.Tensor, task: ExpertsTask, tensors: Tensors, statistics: ExpertStatistics) -> None:
@@ -162,7 +154,7 @@ def add_missed_(total: torch.Tensor, task: ExpertsTask, tensors: Tensors, statis
         total += of_shared[:: len(gram) // task.dense_units]
 
 
-def narrow(task: ExpertsTask, tensors: Tensors, statistics: ExpertStatistics) -> NarrowedGroup:
+def narrow(task: ExpertsTask, tensors: Tensors, statistics: ExpertStatistics) -> Narrowed:
     """Return the kept neurons of every expert of a group, corrected."""
     factors, device, seen = task.solve_group(tensors, statistics, torch.Generator()), task.machine.device, _seen(task)
     norms, downs = MixtureNorms.of(task.stack, tensors, device), tensors[task.mixer.down].to(device)
@@ -176,14 +168,13 @@ def narrow(task: ExpertsTask, tensors: Tensors, statistics: ExpertStatistics) ->
         down, (_, shared, _) = _shared_down(task, tensors), task.shared_task.solve(tensors, statistics.shared)
         energies.append(predicted_energies(seen(down), seen(shared.weight), shared.kept_columns, statistics.shared))
         factors = replace(factors, shared=shared)
-    return NarrowedGroup(statistics.group, factors, energies)
+    return factors, energies
 
 
-def join(task: ExpertsTask, tensors: Tensors, groups: Sequence[NarrowedGroup]) -> tuple[Tensors, float]:
-    """Return the layer with the kept neurons of all groups of experts, and its relative squared error."""
-    in_order = sorted(groups, key=lambda one: one.group.start)
-    factors = replace(joined([one.factors for one in in_order]), shared=in_order[-1].factors.shared)
-    energies = [pair for one in in_order for pair in one.energies]
+def join(task: ExpertsTask, tensors: Tensors, groups: Sequence[Narrowed]) -> tuple[Tensors, float]:
+    """Return the layer with the kept neurons of all groups of experts in order, and its relative squared error."""
+    factors = replace(joined([one for one, _ in groups]), shared=groups[-1][0].shared)
+    energies = [pair for _, of_group in groups for pair in of_group]
     error, energy = (torch.stack(parts).sum() for parts in zip(*energies, strict=True))
     return task.fold(tensors, factors), relative(error, energy) ** 2
 

@@ -28,7 +28,7 @@ from oneshot.machine import Machine
 from oneshot.planning.plan import RemovedUnit
 from oneshot.profiling.expert_counts import count_curve, expert_order, probed_count
 from oneshot.profiling.expert_profile import NarrowerExperts, experts_task
-from oneshot.profiling.layer_curves import LayerCurves, head_tail, squared_error, weighted_norm
+from oneshot.profiling.layer_curves import head_tail, squared_error, unmeasured
 from oneshot.profiling.outputs import SublayerOutput
 from oneshot.profiling.probes import MIN_PROBE_ERROR, Probe, Probes, probe_size
 from oneshot.selection import Evidence, select_heads
@@ -88,7 +88,7 @@ class LayerProfile:
         self._builder, self._probes, self._measures = builder, probes, measures
         self._layer, self._tensors, self._dense = layer, tensors, dense
         units = max(map(measures.head_units, model.shape.distinct))
-        self.curves, self.cost = LayerCurves.zeros(model.shape, units), 0.0
+        self.curves, self.cost = unmeasured(model.shape, units), 0.0
 
     def heads(self, statistics: Statistics) -> None:
         """Measure what fewer heads cost; `statistics`: of what the output linear of attention reads."""
@@ -98,7 +98,7 @@ class LayerProfile:
         weight, branch_norm = self._seen_weight(sublayer)
         width = shape.num_attention_heads * shape.head_dim
         evidence = Evidence(weight[:, :width], None, statistics.gram[:width, :width], torch.Generator())
-        errors, tails = self.curves.head_errors[: units + 1], self.curves.head_tails[: units + 1]
+        errors, tails = self.curves["head_errors"][: units + 1], self.curves["head_tails"][: units + 1]
 
         def select(kept_units: int) -> torch.Tensor:
             heads = select_heads(
@@ -114,7 +114,8 @@ class LayerProfile:
         def reduce(columns: torch.Tensor) -> Factors:
             return self._correct(weight, columns, statistics, shape.output_bias)
 
-        errors[0], tails[0] = 1.0, weighted_norm(evidence)
+        energies = evidence.known_gram().diagonal().double() * evidence.output_energies()
+        errors[0], tails[0] = 1.0, float(energies.cpu().sum().sqrt())  # of all weighted columns
         choices = [select(kept_units) for kept_units in range(1, units)]
         for kept_units, columns in enumerate(choices, start=1):
             tails[kept_units] = head_tail(evidence, columns)
@@ -136,7 +137,7 @@ class LayerProfile:
         width = shape.num_attention_heads * shape.head_dim
         weight, gram = self._tensors[name].to(self._device), statistics.gram[:width, :width]
         groups, full = shape.num_key_value_heads, shape.head_dim
-        errors = self.curves.value_errors
+        errors = self.curves["value_errors"]
         errors.copy_(value_errors(weight, gram, num_groups=groups, head_dim=full))
         size = probe_size(errors)
         _, restricted = value_subspaces(
@@ -147,7 +148,7 @@ class LayerProfile:
     def scores(self, query_grams: torch.Tensor, key_grams: torch.Tensor) -> None:
         """Measure what fewer coordinates of queries and keys cost, from their Grams by head."""
         rotary, attention = self._stack.rotary, self._stack.attention
-        errors = self.curves.query_key_errors
+        errors = self.curves["query_key_errors"]
         errors.copy_(query_key_errors(query_grams, key_grams, rotary=rotary))
         size = probe_size(errors[:: 1 + rotary]) * (1 + rotary)  # rotary pairs stay whole
         maps = query_key_subspaces(query_grams, key_grams, size=size, rotary=rotary)
@@ -173,7 +174,7 @@ class LayerProfile:
             changes.append(dense.compare(reduced, metric)[0])
         for (kind, errors), energy in zip(curves.items(), torch.stack(changes).tolist(), strict=True):
             scaled = errors * (energy / float(errors[ranks[kind]].clamp_min(torch.finfo(errors.dtype).tiny)))
-            self.curves.rank_errors[RANKED_KINDS.index(kind), : len(errors)] = scaled
+            self.curves["rank_errors"][RANKED_KINDS.index(kind), : len(errors)] = scaled
 
     def ffn(self, statistics: Statistics, dense: SublayerOutput, metric: torch.Tensor | None) -> None:
         """Measure what fewer neurons cost; `dense`: of the FFN. `metric` as in `ranks`."""
@@ -191,10 +192,10 @@ class LayerProfile:
         root = None if of_seen is None else root_of(of_seen)
         seen = weight if root is None else root @ weight.double()
         errors = nested_errors(factor, seen[:, order])
-        fill(curves.ffn_errors, by_units(errors, share))
-        fill(curves.ffn_tails, by_units(trailing_norms(factor, evidence.column_weights()[order]), share))
+        fill(curves["ffn_errors"], by_units(errors, share))
+        fill(curves["ffn_tails"], by_units(trailing_norms(factor, evidence.column_weights()[order]), share))
         del factor  # as large as the Gram in float64
-        fill(curves.ffn_fluctuation, flap(evidence).cpu().repeat_interleave(share))
+        fill(curves["ffn_fluctuation"], flap(evidence).cpu().repeat_interleave(share))
         if "ffn" not in self._measures.probed:
             return
         step = max(1, shape.width_step // share)
@@ -205,18 +206,18 @@ class LayerProfile:
 
     def experts(self, measured: NarrowerExperts, dense: SublayerOutput, metric: torch.Tensor | None) -> None:
         """Keep what fewer neurons in every expert cost; `dense`: of the experts. `metric` as in `ranks`."""
-        self.curves.ffn_errors = measured.errors
+        self.curves["ffn_errors"] = measured.errors
         self._add_ffn(*measured.narrowed(), dense, metric)
 
     def whole_experts(self, sums: ExpertSums, attended: torch.Tensor) -> None:
         """Measure what fewer experts cost, from their effects; `attended`: the stream before them."""
         experts, index = self._shape.experts, self._stack.index_of("ffn")
         assert experts is not None
-        self.curves.expert_errors, most = count_curve(sums, experts)
-        errors = self.curves.expert_errors
-        self.curves.expert_order, changes = expert_order(sums)
-        self.curves.expert_order_errors = changes / most
-        self.curves.expert_tokens = sums.tokens.cpu()
+        self.curves["expert_errors"], most = count_curve(sums, experts)
+        errors = self.curves["expert_errors"]
+        self.curves["expert_order"], changes = expert_order(sums)
+        self.curves["expert_order_errors"] = changes / most
+        self.curves["expert_tokens"] = sums.tokens.cpu()
         kept = probed_count(experts)
         if kept is None:
             return

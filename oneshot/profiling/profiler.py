@@ -6,7 +6,6 @@ computes a sublayer's curve and moves its probe.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 
 import torch
 
@@ -22,9 +21,7 @@ from oneshot.machine.memory import release_heap
 from oneshot.machine.transfer import Uploader
 from oneshot.planning import Profile, ProfileOrigin
 from oneshot.planning.plan import RemovedUnit
-from oneshot.profiling.embedding import EmbeddingProfile
 from oneshot.profiling.expert_profile import NarrowerExperts, experts_task
-from oneshot.profiling.layer_curves import LayerCurves
 from oneshot.profiling.layer_profile import LayerProfile, Measures
 from oneshot.profiling.layer_statistics import LayerStatistics, LayerSums
 from oneshot.profiling.outputs import SublayerOutput
@@ -82,7 +79,7 @@ class LayerProfiler:
         embedded = self.states.builder.embed(model.read_embedding(), batch)
         most = num_probes(probed, model.shape.num_hidden_layers, self._predicts)
         self._probes = Probes(embedded, machine, most, self.states.memory_of_one(batch))
-        self._curves: list[LayerCurves] = []
+        self._curves: list[Tensors] = []
         self._costs: list[float] = []
         self._influence: list[float] = []
 
@@ -152,14 +149,13 @@ class LayerProfiler:
         norm = BranchNorm.of(stack.sublayers[index], tensors, self._machine.device) if self._predicts else None
         return SublayerOutput(dense, index, x, norm)
 
-    def finish(self, origin: ProfileOrigin, embedding: EmbeddingProfile) -> Profile:
-        """Return the profile; the probes pass the final norm and the output head."""
+    def finish(self, origin: ProfileOrigin, embedding: Tensors) -> Profile:
+        """Return the profile, with its `embedding_…` tensors; the probes pass the final norm and the output head."""
         by_kind, of_stream = self._probes.sensitivities(self.states.builder.output(), len(self._curves))
         costs = torch.tensor(self._costs, dtype=torch.float64)
         self.states.close()
         self._probes.close()
-        names = [field.name for field in fields(LayerCurves)]
-        curves = {name: torch.stack([getattr(layer, name) for layer in self._curves]) for name in names}
+        curves = {name: torch.stack([layer[name] for layer in self._curves]) for name in self._curves[0]}
         measured = (*curves.values(), of_stream, costs, *by_kind.values())
         together = torch.cat([values.flatten() for values in measured]).to(self._machine.device)
         self._machine.workers.sum_(together)  # zeros from all but the owner
@@ -180,10 +176,7 @@ class LayerProfiler:
             head_divergence=by_kind["no heads"],
             ffn_divergence=by_kind["no ffn"],
             block_influence=torch.tensor(self._influence, dtype=torch.float64),
-            embedding_gram=embedding.gram,
-            embedding_probabilities=embedding.probabilities,
-            embedding_errors=embedding.errors,
-            embedding_sensitivity=embedding.sensitivity,
+            **embedding,
             origin=origin,
         )
 

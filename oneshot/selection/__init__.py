@@ -10,7 +10,7 @@ from oneshot.selection.registry import (
     reads_activations,
     select_heads,
 )
-from oneshot.selection.selector import Cost, Extent, Need, SharedSelector
+from oneshot.selection.selector import Cost, Extent, Need
 
 __all__ = [
     "SELECTION_DAMPING",
@@ -20,7 +20,6 @@ __all__ = [
     "Extent",
     "Moments",
     "Need",
-    "SharedSelector",
     "find_selector",
     "needs_of",
     "pivots_of_experts",

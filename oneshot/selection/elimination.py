@@ -1,33 +1,26 @@
 """`obs`: backward elimination, in which the columns that a corrected writer misses least go first."""
 
-from collections.abc import Sequence
-
 import torch
 
 from oneshot.linalg.elimination import eliminate
 from oneshot.selection.evidence import Evidence
-from oneshot.selection.selector import DOUBLE, Blocks, Cost, Extent, Need
+from oneshot.selection.selector import DOUBLE, Blocks, Cost, Extent, Selector
 
 FLOAT = 4  # bytes
 SELECTION_DAMPING = 1e-2
 
 
-class Elimination:
+class Elimination(Selector):
     """Remove columns, or whole blocks of them, one after the other (`linalg.elimination`).
 
     Layers cannot share its choice: what goes in one layer changes what others cost there.
     """
 
-    needs: frozenset[Need] = frozenset({"gram"})
-    takes_sketch = False
+    shares_layers = False
 
     def neurons(self, evidence: Evidence, kept: int) -> torch.Tensor:
         """Return the columns that backward elimination leaves."""
         return eliminate(evidence.known_gram(), evidence.consumer, kept=kept, damping=SELECTION_DAMPING)
-
-    def neurons_of_experts(self, evidence: Sequence[Evidence], kept: int) -> torch.Tensor:
-        """Return the columns that it leaves of every expert."""
-        return torch.stack([self.neurons(one, kept) for one in evidence])
 
     def blocks(self, evidence: Evidence, blocks: Blocks) -> torch.Tensor:
         """Return the blocks that it leaves in every class."""

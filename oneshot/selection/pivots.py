@@ -7,19 +7,18 @@ from oneshot_kernels import cholesky_pivots_
 
 from oneshot.linalg.pivoted_qr import pivots_with_quota, weighted_pivots
 from oneshot.selection.evidence import Evidence, neuron_gram_bytes
-from oneshot.selection.selector import DOUBLE, Blocks, Cost, Extent, Need
+from oneshot.selection.selector import DOUBLE, Blocks, Cost, Extent, Selector
 
 PIVOT_ROWS = 140  # of a Gram, beside which a device takes pivots in the Gram's own memory
 
 
-class Pivots:
+class Pivots(Selector):
     """Choose pivots: neurons by STAT sections 2 and 3.1, heads by section 3.2.
 
     Every block of columns, such as a head, is one long column (tokens × columns of the block), whose Gram is the sum
     over the block's columns.
     """
 
-    needs: frozenset[Need] = frozenset({"gram"})
     takes_sketch = True
 
     def neurons(self, evidence: Evidence, kept: int) -> torch.Tensor:
@@ -36,7 +35,7 @@ class Pivots:
     def neurons_of_experts(self, evidence: Sequence[Evidence], kept: int) -> torch.Tensor:
         """Return the first pivots of every expert, found together if they come from the Gram."""
         if evidence[0].pivoting != "cholesky":
-            return torch.stack([self.neurons(one, kept) for one in evidence])
+            return super().neurons_of_experts(evidence, kept)
         return pivots_of_experts(evidence, kept).sort(dim=1).values
 
     def blocks(self, evidence: Evidence, blocks: Blocks) -> torch.Tensor:

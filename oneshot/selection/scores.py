@@ -1,16 +1,16 @@
 """Selectors that keep the columns with the largest scores, and the blocks with the largest sums of scores."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from oneshot.selection.evidence import Evidence
-from oneshot.selection.selector import DOUBLE, Blocks, Cost, Extent, Need
+from oneshot.selection.selector import DOUBLE, Blocks, Cost, Extent, Need, Selector
 
 
 @dataclass(frozen=True)
-class ByScore:
+class ByScore(Selector):
     """Choose by a score of every column.
 
     Attributes:
@@ -21,15 +21,9 @@ class ByScore:
     scores: Callable[[Evidence], torch.Tensor]
     needs: frozenset[Need] = frozenset({"gram"})
 
-    takes_sketch = False
-
     def neurons(self, evidence: Evidence, kept: int) -> torch.Tensor:
         """Return the columns with the largest scores."""
         return self.scores(evidence).topk(kept).indices.sort().values
-
-    def neurons_of_experts(self, evidence: Sequence[Evidence], kept: int) -> torch.Tensor:
-        """Return the columns with the largest scores of every expert."""
-        return torch.stack([self.neurons(one, kept) for one in evidence])
 
     def blocks(self, evidence: Evidence, blocks: Blocks) -> torch.Tensor:
         """Return the blocks of every class with the largest sums."""

@@ -1,8 +1,9 @@
 """The interface of selectors: their needs, their choices of neurons and heads, and the costs of these."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal
 
 import torch
 
@@ -69,37 +70,37 @@ class Cost:
     operations: float = 0.0
 
 
-class Selector(Protocol):
+class Selector(ABC):
     """A selector of FFN neurons and attention heads: pure functions of tensors.
 
     `needs`: the evidence without which it cannot choose. `takes_sketch`: whether a sketch may replace the Gram.
+    `shares_layers`: whether layers can share a choice, because what several layers lose is the sum of what each loses.
     """
 
-    @property
-    def needs(self) -> frozenset[Need]: ...
+    needs: frozenset[Need] = frozenset({"gram"})
+    takes_sketch = False
+    shares_layers = True
 
-    @property
-    def takes_sketch(self) -> bool: ...
-
+    @abstractmethod
     def neurons(self, evidence: Evidence, kept: int) -> torch.Tensor:
         """Return the columns to keep, ascending int64 `(kept,)`."""
 
     def neurons_of_experts(self, evidence: Sequence[Evidence], kept: int) -> torch.Tensor:
         """Return the columns to keep of every expert, ascending int64 `(E, kept)`."""
+        return torch.stack([self.neurons(one, kept) for one in evidence])
 
+    @abstractmethod
     def blocks(self, evidence: Evidence, blocks: Blocks) -> torch.Tensor:
         """Return the blocks of columns to keep, ascending int64 `(quota · classes,)`."""
 
-    def cost(self, extent: Extent) -> Cost:
-        """Return what a choice of neurons costs."""
-
-
-@runtime_checkable
-class SharedSelector(Selector, Protocol):
-    """A selector by which layers can share a choice: what several layers lose is the sum of what each loses."""
-
     def shared(self, evidence: Evidence) -> torch.Tensor:
-        """Return what `blocks_of_shared` chooses by, summed over layers."""
+        """Return what `blocks_of_shared` chooses by, to be summed over layers."""
+        raise NotImplementedError
 
     def blocks_of_shared(self, total: torch.Tensor, count: int, kept: int) -> torch.Tensor:
         """Return the blocks of `count` to keep, ascending int64 `(kept,)`, by sums of `shared` over layers."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def cost(self, extent: Extent) -> Cost:
+        """Return what a choice of neurons costs."""

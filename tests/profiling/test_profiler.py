@@ -500,5 +500,5 @@ def test_probes_have_the_states_of_the_stock_model_with_one_ffn_reduced(
         assert not torch.allclose(dense, expected, atol=1e-1)
         assert probe.energy > 0
     torch.testing.assert_close(profiler._probes.dense, dense, rtol=1e-4, atol=1e-3)
-    assert [len(curves.ffn_errors) for curves in profiler._curves] == [129] * 5
-    assert torch.equal(profiler._curves[0].ffn_errors[:-1:2], profiler._curves[0].ffn_errors[1::2])
+    assert [len(curves["ffn_errors"]) for curves in profiler._curves] == [129] * 5
+    assert torch.equal(profiler._curves[0]["ffn_errors"][:-1:2], profiler._curves[0]["ffn_errors"][1::2])
