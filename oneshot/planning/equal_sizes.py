@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from oneshot.errors import ConfigError, PlanError
+from oneshot.errors import ConfigError
 from oneshot.planning.budget import OutOfReachError
 from oneshot.planning.options import expert_counts, head_sizes
 from oneshot.planning.plan import LEFT_OUT, Plan
@@ -22,20 +22,15 @@ def with_equal_experts(problem: Problem, plan: Plan) -> Plan:
         raise ConfigError(
             "Give --set num_experts= if neurons or heads also go, which take what is left; or set ffn=none, heads=none."
         )
-    experts, show = problem.grid.shape.experts, problem.budget.show
+    experts = problem.grid.shape.experts
     assert experts is not None
     counts = expert_counts(experts, problem.grid.serving.tp)[::-1]
-    return nearest(
-        problem,
-        [plan.with_sizes(num_experts=count) for count in counts],
-        lambda least: PlanError(
-            f"The target is {show(problem.budget.target)}, but removing experts gets down to {show(least)} at "
-            "best; ask for a smaller --sparsity."
-        ),
-    )
+    options = [plan.with_sizes(num_experts=count) for count in counts]
+    target, least = problem.show(options[-1])
+    return nearest(problem, options, f"The target is {target}, but removing experts gets down to {least} at best")
 
 
-def with_fewer_layers(problem: Problem, plan: Plan) -> list[Plan]:
+def plans_without_layers(problem: Problem, plan: Plan) -> list[Plan]:
     """Return the plan, the one without one layer, without two, and so on.
 
     Layers go in the order of their own damage, the last layers first if damages are unknown. One layer with attention
@@ -55,22 +50,20 @@ def with_fewer_layers(problem: Problem, plan: Plan) -> list[Plan]:
     return fewer
 
 
-def with_equal_heads(problem: Problem, plan: Plan) -> list[Plan]:
+def plans_with_equal_heads(problem: Problem, plan: Plan) -> list[Plan]:
     """Return the plans with one head unit in every layer, with two, up to all, of which attention can be served.
 
     A layer with fewer units keeps what it has.
     """
-    grid = problem.grid
+    grid, options = problem.grid, []
     sizes = [head_sizes(grid.shape.of(number), plan.head_unit) for number in range(len(plan.layers))]
-
-    def with_units(units: int) -> Plan:
-        layers = tuple(
-            kept if kept.is_left_out else replace(kept, **own[min(units, len(own)) - 1])
-            for kept, own in zip(plan.layers, sizes, strict=True)
-        )
-        return grid.kept.restored(replace(plan, layers=layers), plan)
-
-    return grid.servable([with_units(units) for units in range(1, max(map(len, sizes)) + 1)], "attention")
+    for units in range(1, max(map(len, sizes)) + 1):
+        layers = list(plan.layers)
+        for number in set(plan.kept_layers) - grid.kept.attention:
+            own = sizes[number]
+            layers[number] = replace(layers[number], **own[min(units, len(own)) - 1])
+        options.append(replace(plan, layers=tuple(layers)))
+    return grid.servable(options, "attention")
 
 
 def share_of_heads(problem: Problem, plan: Plan, options: Sequence[Plan]) -> Plan:
@@ -93,7 +86,7 @@ def with_equal_width(problem: Problem, plan: Plan) -> Plan:
     """
     grid, budget, step, width = problem.grid, problem.budget, problem.width_step, problem.grid.shape.intermediate_size
     widths = [*range(step, width, step), width]
-    options = grid.servable([grid.kept.restored(plan.with_width(width), plan) for width in widths], "ffn")
+    options = grid.servable([plan.with_width(width, but=grid.kept.ffn) for width in widths], "ffn")
     measures = [problem.measure(option) for option in options]
     half_step = (measures[1] - measures[0]) / 2 if len(measures) > 1 and not budget.is_ceiling else 0.0
     lowest = measures[0] - half_step

@@ -212,16 +212,10 @@ class Grid:
         """Raise `PlanError`, with the size and the remedy, if the form cannot state the plan."""
         if self.refusal is not None:
             raise PlanError(self.refusal)
-        advice = "; leave it out" if self.remedy is None else f"; add {self.remedy}"
-        for kept in plan.layers:
-            if not self.inner_sizes:
-                for name, size in (("value_size", kept.value_size), ("query_key_size", kept.query_key_size)):
-                    if size is not None:
-                        raise PlanError(f"--set {name}={size} has no place in the config of this form{advice}.")
-            if self.equal_inner_sizes and kept.query_key_size != kept.value_size:
-                raise PlanError(
-                    "This form has one size of heads; give --set query_key_size= and value_size= the same size."
-                )
+        if self.equal_inner_sizes and any(kept.query_key_size != kept.value_size for kept in plan.layers):
+            raise PlanError(
+                "This form has one size of heads; give --set query_key_size= and value_size= the same size."
+            )
         if plan.hidden is not None and plan.hidden.num_groups > 1 and not self.subspaces_differ:
             can = self.remedy is not None and (self.instead is None or self.instead.subspaces_differ)
             other = f"add {self.remedy}, or " if can else "use "
@@ -231,6 +225,7 @@ class Grid:
             )
         projects = self.replaces_layer_norms or (self.shape.norms_after and self.subspaces_differ)
         if plan.hidden is not None and self.shape.layer_norms and not projects:
+            advice = "; leave it out" if self.remedy is None else f"; add {self.remedy}"
             raise PlanError(
                 f"Hidden size {plan.hidden.sizes[0]} turns LayerNorms into RMSNorms, which this form does not "
                 f"hold{advice}."

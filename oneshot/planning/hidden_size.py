@@ -16,7 +16,7 @@ PRICE_STEPS = 60  # bisection steps for the price of a parameter
 
 def plan_hidden(problem: Problem, plan: Plan, *, sublayers_shrink: bool) -> Plan:
     """Return the plan with one width for all groups: the given one, or the one that the budget chooses."""
-    grid, target, shape, show = problem.grid, problem.target, problem.grid.shape, problem.budget.show
+    grid, target, shape = problem.grid, problem.target, problem.grid.shape
     by_target = target.hidden_size is None
     if sublayers_shrink and by_target:
         raise ConfigError("Give --set hidden_size= if FFN or heads also shrink; they take what is left.")
@@ -26,12 +26,6 @@ def plan_hidden(problem: Problem, plan: Plan, *, sublayers_shrink: bool) -> Plan
 
     def with_width(size: int) -> Plan:
         return replace(plan, hidden=HiddenPlan(group_of, (size,) * len(group_of)))
-
-    def refusal(least: float) -> PlanError:
-        return PlanError(
-            f"The hidden size alone cannot reach {show(problem.budget.target)}: {widths[0]} gives {show(least)}, all "
-            f"of it {show(largest)}; ask for a smaller --sparsity."
-        )
 
     if target.hidden_size is not None:
         if target.hidden_size > shape.hidden_size:
@@ -43,10 +37,13 @@ def plan_hidden(problem: Problem, plan: Plan, *, sublayers_shrink: bool) -> Plan
     widths = range(step, shape.hidden_size, step)
     if not widths:
         grid.refuse_step(step, "hidden size", shape.hidden_size)
-    largest = problem.measure(with_width(shape.hidden_size))
-    if problem.budget.target > largest:
-        raise refusal(problem.measure(with_width(widths[0])))
-    return nearest(problem, [with_width(size) for size in widths], refusal)
+    options = [with_width(size) for size in widths]
+    whole = with_width(shape.hidden_size)
+    asked, least, most = problem.show(options[0], whole)
+    refusal = f"The hidden size alone cannot reach {asked}: {widths[0]} gives {least}, all of it {most}"
+    if problem.budget.target > problem.measure(whole):
+        raise PlanError(f"{refusal}; ask for a smaller --sparsity.")
+    return nearest(problem, options, refusal)
 
 
 def groups_of_positions(sublayers: int, group_size: int) -> tuple[int, ...]:

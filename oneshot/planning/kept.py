@@ -1,13 +1,12 @@
 """Layers and sublayers that stay as they are: patterns on the names of modules (`--keep`)."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
 from oneshot.architecture import Description, Experts, ModelShape
 from oneshot.errors import ConfigError
-from oneshot.planning.plan import Plan
 
 Part = tuple[int, Literal["attention", "ffn"]]  # a layer, and what of it
 
@@ -19,18 +18,6 @@ class Kept:
     attention: frozenset[int] = frozenset()
     ffn: frozenset[int] = frozenset()
     embedding: bool = False
-
-    def restored(self, option: Plan, plan: Plan) -> Plan:
-        """Return an option whose kept sublayers have their sizes in the `plan` that it was made from."""
-        if not self.attention and not self.ffn:
-            return option
-        layers = list(option.layers)
-        for number in self.ffn:
-            layers[number] = replace(layers[number], intermediate_size=plan.layers[number].intermediate_size)
-        for number in self.attention:
-            heads, groups = plan.layers[number].num_attention_heads, plan.layers[number].num_key_value_heads
-            layers[number] = replace(layers[number], num_attention_heads=heads, num_key_value_heads=groups)
-        return replace(option, layers=tuple(layers))
 
 
 NOTHING = Kept()

@@ -1,5 +1,6 @@
 """The kept sizes of a model."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -97,9 +98,11 @@ class Plan:
         """Return the plan with these sizes in every layer that stays."""
         return replace(self, layers=tuple(kept if kept.is_left_out else replace(kept, **sizes) for kept in self.layers))
 
-    def with_width(self, width: int) -> "Plan":
-        """Return the plan with FFNs of this width in every layer that stays; a narrower one stays as it is."""
-        layers = (replace(kept, intermediate_size=min(width, kept.intermediate_size)) for kept in self.layers)
+    def with_width(self, width: int, but: Collection[int] = ()) -> "Plan":
+        """Return the plan with FFNs of this width in all layers `but` these; a narrower one stays as it is."""
+        layers = list(self.layers)
+        for number in set(range(len(layers))) - set(but):
+            layers[number] = replace(layers[number], intermediate_size=min(width, layers[number].intermediate_size))
         return replace(self, layers=tuple(layers))
 
     def shape_of_layer(self, shape: ModelShape, layer: int) -> ModelShape:

@@ -52,16 +52,19 @@ class Problem:
         """Return what the budget counts of a plan."""
         return self.budget.measure(self.grid.stack(plan))
 
+    def show(self, *plans: Plan) -> list[str]:
+        """Return the target and the measures of plans, each with its unit."""
+        return [self.budget.show(amount) for amount in (self.budget.target, *map(self.measure, plans))]
 
-def nearest(problem: Problem, options: Sequence[Plan], refusal: Callable[[float], PlanError]) -> Plan:
+
+def nearest(problem: Problem, options: Sequence[Plan], refusal: str) -> Plan:
     """Return the plan that comes nearest to the budget.
 
-    Args:
-        refusal: makes the error if even the smallest plan is above the budget, from that plan's measure.
+    Raises `PlanError`, which begins with the refusal, if even the smallest plan is above the budget.
     """
     measures = [problem.measure(option) for option in options]
     if problem.budget.target < min(measures):
-        raise refusal(min(measures))
+        raise PlanError(f"{refusal}; ask for a smaller --sparsity.")
     return problem.budget.choose(options, measures)
 
 

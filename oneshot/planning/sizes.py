@@ -12,11 +12,11 @@ from oneshot.method import HeadUnit, Method
 from oneshot.planning.budget import Budget, OutOfReachError
 from oneshot.planning.damages import Damages, even_damages
 from oneshot.planning.equal_sizes import (
+    plans_with_equal_heads,
+    plans_without_layers,
     share_of_heads,
     with_equal_experts,
-    with_equal_heads,
     with_equal_width,
-    with_fewer_layers,
 )
 from oneshot.planning.grid import Grid
 from oneshot.planning.hidden_size import plan_hidden
@@ -98,24 +98,17 @@ def _with_less_in_layers(problem: Problem, plan: Plan, *, shrinks: bool) -> Plan
     Args:
         shrinks: whether what is in the layers that stay meets the budget; else the number of layers comes near to it.
     """
-    method, target, show = problem.method, problem.budget.target, problem.budget.show
-    start = problem.measure(plan)
-    if start < target:
-        raise PlanError(
-            f"The stated sizes leave {show(start)}, fewer than the {show(target)} asked for; give larger ones."
-        )
+    method, target = problem.method, problem.budget.target
+    if problem.measure(plan) < target:
+        asked, start = problem.show(plan)
+        raise PlanError(f"The stated sizes leave {start}, fewer than the {asked} asked for; give larger ones.")
     if problem.target.budget == "latency":
         _refuse_without_latencies(problem)
     whole_layers = method.leaves_out_layers and not problem.leaves_out_sublayers
-    options = with_fewer_layers(problem, plan) if whole_layers else [plan]
+    options = plans_without_layers(problem, plan) if whole_layers else [plan]
     if whole_layers and not shrinks:
-        return nearest(
-            problem,
-            options,
-            lambda least: PlanError(
-                f"The target is {show(target)}, but one layer alone has {show(least)}; ask for a smaller --sparsity."
-            ),
-        )
+        asked, least = problem.show(options[-1])
+        return nearest(problem, options, f"The target is {asked}, but one layer alone has {least}")
     # the last one is below the budget by its layers alone: fewer only do more damage
     below = [number for number, option in enumerate(options) if problem.measure(option) < target]
     return best_of(problem, options[: below[0] + 1] if below else options, lambda option: _reduced(problem, option))
@@ -163,17 +156,10 @@ def reduced(problem: Problem, plan: Plan) -> Plan:
                 "This form has the same heads in every layer, so a profile has nothing to share out; allow --set "
                 "ffn=id, or add --set allocation=uniform."
             )
-        options = with_equal_heads(problem, plan)
+        options = plans_with_equal_heads(problem, plan)
         if not method.reduces_ffn:
-            show = problem.budget.show
-            return nearest(
-                problem,
-                options,
-                lambda least: PlanError(
-                    f"Heads alone can give up {show(total - least)} of the {show(total - target)} asked for; ask for a "
-                    "smaller --sparsity."
-                ),
-            )
+            most, surplus = (problem.budget.show(total - least) for least in (problem.measure(options[0]), target))
+            return nearest(problem, options, f"Heads alone can give up {most} of the {surplus} asked for")
         if problem.damages is None:
             options = [share_of_heads(problem, plan, options)]
         else:  # fewer heads than in the largest option below the budget only do more damage

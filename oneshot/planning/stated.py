@@ -43,15 +43,13 @@ def with_sizes(target: Target, grid: Grid) -> Target:
 def stated_plan(grid: Grid, method: Method, target: Target) -> Plan:
     """Return the plan that keeps everything, but for the sizes inside sublayers that the target states.
 
-    Raises `ConfigError` for sizes that the method does not change, `PlanError` for those that are out of reach.
+    Raises `ConfigError` for sizes that contradict the method, `PlanError` for those that are out of reach.
     """
     _check_inner_sizes(grid, method, target)
     plan = dense_plan(grid.shape, method, target.query_key_size, target.value_size)
     if target.intermediate_size is not None:
         _check_width(grid.shape, method, target.intermediate_size)
         plan = plan.with_width(target.intermediate_size)
-    if not method.slices and target.hidden_size is not None:
-        raise ConfigError("--set hidden_size= needs a method for the hidden size; add --set hidden=pca.")
     if target.num_experts is not None:
         _check_experts(grid, method, target.num_experts)
         plan = plan.with_sizes(num_experts=target.num_experts)
@@ -75,21 +73,15 @@ def _check_inner_sizes(grid: Grid, method: Method, target: Target) -> None:
     for name, size in (("value_size", target.value_size), ("query_key_size", target.query_key_size)):
         if size is not None and size >= grid.shape.head_dim:
             raise PlanError(f"--set {name}={size} is not below the model's {grid.shape.head_dim}; give a smaller one.")
-    if target.query_key_size is not None:
-        reason = grid.family.reason_against("queries and keys")
-        if reason is not None:
-            raise PlanError(reason)
-        if target.query_key_size % 2 and grid.family.stack.rotary:
-            raise PlanError(f"--set query_key_size={target.query_key_size} is odd; rotary pairs need an even one.")
+    if target.query_key_size is not None and target.query_key_size % 2 and grid.family.stack.rotary:
+        raise PlanError(f"--set query_key_size={target.query_key_size} is odd; rotary pairs need an even one.")
     if method.plans_inner_sizes and (target.query_key_size or target.value_size):
         raise ConfigError("Give either --set inner_sizes=sensitivity or the sizes: query_key_size=, value_size=.")
 
 
 def _check_experts(grid: Grid, method: Method, stated: int) -> None:
     experts = grid.shape.experts
-    if not method.reduces_experts:
-        raise ConfigError(f"--set num_experts={stated} needs a selector of experts; add --set experts=effects.")
-    assert experts is not None
+    assert experts is not None, "`Grid.settle` refuses a stated number without a selector of experts"
     if not experts.per_token <= stated <= experts.count:
         raise PlanError(
             f"--set num_experts={stated} is not between the {experts.per_token} experts of a token and the model's "

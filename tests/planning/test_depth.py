@@ -35,7 +35,7 @@ from oneshot.planning import (
     make_plan,
     predicted_damage,
 )
-from oneshot.planning.equal_sizes import with_fewer_layers
+from oneshot.planning.equal_sizes import plans_without_layers
 from oneshot.recipes import find_recipe
 
 IDS = torch.arange(3, 51).view(2, 24)
@@ -71,7 +71,7 @@ def test_the_last_layer_with_attention_stays(name: str, make_checkpoint: MakeChe
     grid = form_of("stock", model.family).grid(model)
     plan = Plan((LayerPlan(grid.shape.intermediate_size, 4, 2),) * 3, "kv-group")
     problem = problem_of(grid, 0, {"layers": torch.tensor([2.0, 1.0, 3.0])}, depth="sensitivity")
-    found = [option.kept_layers for option in with_fewer_layers(problem, plan)]
+    found = [option.kept_layers for option in plans_without_layers(problem, plan)]
     assert found == [[0, 1, 2], [1, 2], [1]]
 
 
