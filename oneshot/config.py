@@ -21,6 +21,8 @@ Dtype = Literal["auto", "float32", "bfloat16"]
 Kind = Literal["causal", "classification", "masked-lm", "embedding", "text-to-text", "question-answering"]
 SaveDtype = Literal["keep", "float32", "bfloat16", "float16", "q8_0"]
 
+QuantiseName = Literal["w4a16", "w8a8", "fp8"]
+
 MAX_FILE_BYTES = 5 * 10**9  # transformers' default of max_shard_size
 
 # Fields that say where things are and what may be done, and do not change the result.
@@ -220,6 +222,7 @@ class Config:
         max_file_bytes: maximum bytes per weight file.
         bits: mean bits of the weights of a GGUF file whose tensors have quantised types of their own; None: none has.
         gguf_bytes: maximum bytes of such a file, instead of `bits`.
+        quantise: what the linears of layers are rounded to, in the format of compressed-tensors; None: nothing is.
         overwrite: replace an output and forget an interrupted run.
         resume: continue an interrupted run.
         tie: store one table for an output head and an embedding that are two copies of it.
@@ -240,6 +243,7 @@ class Config:
     max_file_bytes: int = MAX_FILE_BYTES
     bits: float | None = None
     gguf_bytes: int | None = None
+    quantise: QuantiseName | None = None
     overwrite: bool = False
     resume: bool = False
     revision: str | None = None
@@ -258,6 +262,10 @@ class Config:
             raise ConfigError("--bits and --max-file-size choose the types of tensors; leave --save-dtype q8_0 out.")
         if self.save_dtype == "q8_0" and self.form != "gguf":
             raise ConfigError("--save-dtype q8_0 is a type of GGUF files (--form gguf) alone; leave it out.")
+        if self.quantise is not None and self.form == "gguf":
+            raise ConfigError("--quantise is not of GGUF files; give --bits 4.5 or --max-file-size instead.")
+        if self.quantise is not None and self.target.budget == "bytes":
+            raise ConfigError("--quantise changes what --budget bytes is a share of; give --max-size instead.")
 
     @property
     def quantises(self) -> bool:

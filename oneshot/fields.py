@@ -34,6 +34,7 @@ FLAGS = {
     "max_file_bytes": "--max-shard-size",
     "bits": "--bits",
     "gguf_bytes": "--max-file-size",
+    "quantise": "--quantise",
     "revision": "--revision",
     "tie": "--tie",
     "profile": "--profile",

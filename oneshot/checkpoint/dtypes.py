@@ -7,6 +7,7 @@ DTYPE_NAMES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
     torch.int8: "I8",
+    torch.float8_e4m3fn: "F8_E4M3",
     torch.int16: "I16",
     torch.uint16: "U16",
     torch.float16: "F16",

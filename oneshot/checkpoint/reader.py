@@ -385,6 +385,8 @@ def is_damaged(name: str, tensor: torch.Tensor) -> bool:
     """
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return False
+    if tensor.dtype.itemsize == 1:  # FP8, of which torch knows no extremes
+        tensor = tensor.float()
     extremes = torch.stack(tensor.aminmax())
     return bool(extremes.isnan().any() if name.rpartition(".")[2] in BOUNDS else ~extremes.isfinite().all())
 

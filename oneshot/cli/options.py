@@ -12,7 +12,7 @@ from typing import Any, get_args, get_type_hints
 
 from oneshot.cli.parser import OneOf
 from oneshot.cli.streams import told
-from oneshot.config import Config, Dtype, FormChoice, MachineOptions, SaveDtype, TextOptions
+from oneshot.config import Config, Dtype, FormChoice, MachineOptions, QuantiseName, SaveDtype, TextOptions
 from oneshot.errors import ConfigError, OneshotError
 from oneshot.method import Method
 from oneshot.parsing import launched_rank
@@ -131,6 +131,9 @@ def add_output_form(group: Any) -> None:
         help="mean bits of the weights of a GGUF file, such as 4.5 (default: not fewer)",
     )
     group.add_argument("--max-file-size", metavar="SIZE", help="bytes of the GGUF file at most, instead of --bits")
+    names = get_args(QuantiseName)
+    shown = f"round the linears of layers for vLLM and transformers: {', '.join(names)} (default: none is rounded)"
+    group.add_argument("--quantise", type=OneOf(names), metavar="NAME", help=shown)
     group.add_argument("--tie", action="store_true", help="store one table for a head that is a copy of the embedding")
     group.add_argument("--overwrite", action="store_true", help="replace the output if it exists")
     group.add_argument("--resume", action="store_true", help="continue an interrupted run if there is one")

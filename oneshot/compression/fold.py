@@ -46,15 +46,20 @@ def fold_sublayer(tensors: Tensors, sublayer: Sublayer, shape: ModelShape, facto
         folded[f"{writer}.weight"] = silent
     else:
         others = {name: tensor for name, tensor in tensors.items() if name != f"{writer}.weight"}
-        if isinstance(mixer, Attention):
-            folded |= cut_heads(others, mixer, shape, columns[:: shape.head_dim] // shape.head_dim)
-        else:
-            folded |= cut(others, mixer.axes(shape), {"neurons": columns})
+        folded |= with_columns(others, sublayer, shape, columns)
         folded[f"{writer}.weight"] = corrected
     if f"{writer}.bias" in tensors:
         bias = tensors[f"{writer}.bias"]
         folded[f"{writer}.bias"] = as_like(factors.weight[:, len(columns)], bias)
     return folded
+
+
+def with_columns(tensors: Tensors, sublayer: Sublayer, shape: ModelShape, columns: torch.Tensor) -> Tensors:
+    """Return the tensors beside a writer with only what makes these of its columns, of attention whole heads."""
+    mixer = sublayer.mixer
+    if isinstance(mixer, Attention):
+        return cut_heads(tensors, mixer, shape, columns[:: shape.head_dim] // shape.head_dim)
+    return cut(tensors, mixer.axes(shape), {"neurons": columns})
 
 
 def cut_heads(tensors: Tensors, attention: Attention, shape: ModelShape, heads: torch.Tensor) -> Tensors:

@@ -1,7 +1,7 @@
 """One layer through its sublayers: measured, solved and folded, while the streams move on."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
 
@@ -9,12 +9,15 @@ import torch
 
 from oneshot.architecture import Attention, Carried, Experts, FeedForward, Mixer
 from oneshot.checkpoint import Model
+from oneshot.checkpoint.quantisation import Quantisation
 from oneshot.compression.curvature import Curvature
 from oneshot.compression.experts import ExpertsTask
 from oneshot.compression.fold import confine
 from oneshot.compression.layer_folder import fold_layer
 from oneshot.compression.layer_reports import input_reports, left_out_reports, relative_error, sublayer_report
 from oneshot.compression.overflow import naming_the_layer, warn_of_overflow
+from oneshot.compression.rounding import round_others
+from oneshot.compression.rounding_steps import round_factors
 from oneshot.compression.sublayer import LayerWork, SublayerTask
 from oneshot.compression.subspaces import StreamSubspaces
 from oneshot.compression.tasks import AttentionTask, FeedForwardTask
@@ -42,12 +45,15 @@ class CompressedLayer:
     """A compressed layer: stored tensors, streamed tensors, errors.
 
     `folded` and `working` are the same tensors unless smaller coordinates or smaller heads were folded, or a sublayer
-    was left out, which `working` still has.
+    was left out, which `working` still has. `scales` are of quantised weights in `folded`, by their names;
+    `rounding_errors` of their outputs, by linear, as far as they were rounded between the passes.
     """
 
     folded: Tensors
     working: Tensors
     reports: list[SublayerReport]
+    scales: Tensors = field(default_factory=dict)
+    rounding_errors: dict[str, float] = field(default_factory=dict)
 
 
 class _Pass:
@@ -79,6 +85,7 @@ class LayerCompressor:
         shared_heads: the heads that stay in stacks whose layers share them, by the stack's prefix.
         curvature: output curvature; None if it was not measured.
         layers_before: layers of another model before this one's first, which messages count.
+        quantisation: what linears are rounded to; None: they are not.
     """
 
     def __init__(
@@ -95,11 +102,14 @@ class LayerCompressor:
         curvature: Curvature | None = None,
         seed: int = 0,
         layers_before: int = 0,
+        quantisation: Quantisation | None = None,
     ) -> None:
         self._model, self._method, self._plan, self._grid, self._machine = model, method, plan, grid, machine
         self._subspaces, self._states, self._seed = subspaces, states, seed
         self._shared_heads, self._curvature, self._layers_before = shared_heads, curvature, layers_before
-        self._upload = Uploader(machine.device)
+        self._upload, self._quantisation = Uploader(machine.device), quantisation
+        # norms and subspaces that are folded at the end change all linears
+        self._rounds_between = states is not None and subspaces is None and not grid.folds_layer_norms
 
     def replay_layer(self, layer: int, tensors: Tensors, working: Tensors) -> None:
         """Move the streams through a layer that another run finished: its dense tensors and its `working` ones."""
@@ -135,7 +145,11 @@ class LayerCompressor:
                 self._by_text(layer, uploaded, work, tasks, self._states)
         warn_of_overflow(self._layers_before + layer, work.reports, uploaded)
         folded, working = self._fold(layer, tensors, uploaded, work)
-        return CompressedLayer(folded, working, work.reports + left_out_reports(tasks))
+        scales = to_host(work.scales)
+        if self._quantisation is not None:
+            folded = round_others(self._quantisation, self._model.family.stack_of(layer), folded, scales)
+        reports = work.reports + left_out_reports(tasks)
+        return CompressedLayer(folded, working, reports, scales, work.rounding_errors)
 
     def _by_weights(self, layer: int, work: LayerWork, tasks: list[SublayerTask]) -> None:
         """Compress a layer whose neurons are chosen by weights alone."""
@@ -187,6 +201,8 @@ class LayerCompressor:
             # 4. One worker chooses the units that stay and corrects the writer over their columns.
             solve = partial(task.solve, work.working, statistics)
             units, factors, values = self._machine.workers.share(task.position, solve)
+            if task.rounds:
+                factors = round_factors(task, work, factors, statistics)
             del statistics, solve
             work.working = task.fold(work.working, factors)
             task.keep_(work, units, values)
@@ -239,6 +255,7 @@ class LayerCompressor:
                 None if self._curvature is None else self._curvature.of_layer(layer, self._machine.device),
                 has_dense=self._states is not None and self._states.dense_share > 0,
                 layers_before=self._layers_before,
+                quantisation=self._quantisation if self._rounds_between else None,
             )
             for index, sublayer in enumerate(stack.sublayers)
         ]

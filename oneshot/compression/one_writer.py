@@ -3,14 +3,17 @@
 import logging
 from abc import ABC, abstractmethod
 from dataclasses import replace
+from functools import partial
 
 import torch
 
+from oneshot.architecture import Attention
 from oneshot.compression.branch_norm import BranchNorm
 from oneshot.compression.correction import Factors, best_damping, correct, predicted_error
 from oneshot.compression.fold import augmented_weight, fold_sublayer
 from oneshot.compression.inner_heads import value_subspaces
 from oneshot.compression.ranks import RankAccumulator, with_ranks
+from oneshot.compression.rounding_steps import round_readers_, round_writer_
 from oneshot.compression.statistics import (
     GramAccumulator,
     HeadGramAccumulator,
@@ -18,7 +21,6 @@ from oneshot.compression.statistics import (
     SketchAccumulator,
     SplitAccumulator,
     Statistics,
-    batches_apart,
     with_constant_column,
 )
 from oneshot.compression.sublayer import LayerWork, Reduction, SublayerTask
@@ -53,10 +55,19 @@ class OneWriterTask(SublayerTask, ABC):
 
     @property
     def reductions(self) -> list[Reduction]:
-        return [self.lower_ranks_] if self.ranks else []
+        found: list[Reduction] = [self.lower_ranks_] if self.ranks else []
+        found += [partial(round_readers_, self)] if self.rounds else []
+        return found + ([partial(round_writer_, self)] if self.rounds and not self.is_solved else [])
 
     def all_passes(self, states: States) -> float:
-        return self.passes + (1 + states.share_read(self._every(states)) if self.ranks else 0)
+        in_parts = bool(self.ranks) + (self.rounds and not self.ranks) + (self.rounds and not self.is_solved)
+        return self.passes + in_parts * (1 + states.share_read(self.every(states)))
+
+    @property
+    def rounds(self) -> bool:
+        changes = self.smaller_scores is not None or self.smaller_values is not None or self.corrects_up
+        fixed = isinstance(self.sublayer.mixer, Attention) and self.sublayer.mixer.fixed_heads
+        return self.quantisation is not None and not changes and not fixed
 
     def lower_ranks_(self, work: LayerWork, states: States, current: Layer) -> None:
         """Give linears their ranks. The pass reads some batches of the text, after the states moved on."""
@@ -65,15 +76,13 @@ class OneWriterTask(SublayerTask, ABC):
             *(self.shape, self.sublayer, self.index, work.working, self.machine.device),
             has_curvature=self.curvature is not None,
         )
-        for x, _ in states.read(self._every(states)):
+        for x, _ in states.read(self.every(states)):
             sums.update_(current, x)
         linears = sums.finish(self.machine.workers, self.curvature)
+        if self.rounds:
+            work.inputs[self.index] = next(iter(linears.values())).inputs.gram
         ranks = self.shared(lambda: {kind: linears[kind].nearest(rank) for kind, rank in self.ranks.items()})
         work.working, work.ranks[self.index] = with_ranks(work.working, self.sublayer.mixer, ranks), ranks
-
-    def _every(self, states: States) -> int:
-        """Return n if each n-th batch is read for ranks."""
-        return batches_apart(states.num_tokens, self.shape.hidden_size)
 
     def measure(
         self, tensors: Tensors, states: States, current: Layer, reference: Layer, dense: DensePass

@@ -11,10 +11,11 @@ from typing import Any, TypeVar
 import torch
 
 from oneshot.architecture import Carried, ModelShape, RankedKind, Stack, Sublayer
+from oneshot.checkpoint.quantisation import Quantisation
 from oneshot.compression.curvature import LayerCurvature
 from oneshot.compression.inner_heads import InnerMaps
 from oneshot.compression.ranks import Ranks
-from oneshot.compression.statistics import damping_of
+from oneshot.compression.statistics import batches_apart, damping_of
 from oneshot.compression.subspaces import StreamSubspaces
 from oneshot.machine import Machine
 from oneshot.method import TOKENS_PER_NEURON, Method, SelectorName
@@ -34,12 +35,17 @@ class LayerWork:
     Attributes:
         working: the tensors that the compressed stream passes. maps, ranks: of heads and of linears of low rank, by the
             sublayer's index; they are folded at the end. reports: what was lost.
+        inputs: Grams `(D, D)` of what a sublayer's linears read, by its index, as far as they are known.
+        scales: of rounded weights, by their names. rounding_errors: relative errors of their outputs, by linear.
     """
 
     working: Tensors
     maps: dict[int, InnerMaps] = field(default_factory=dict)
     ranks: dict[int, Ranks] = field(default_factory=dict)
     reports: list[SublayerReport] = field(default_factory=list)
+    inputs: dict[int, torch.Tensor] = field(default_factory=dict)
+    scales: Tensors = field(default_factory=dict)
+    rounding_errors: dict[str, float] = field(default_factory=dict)
 
 
 Reduction = Callable[[LayerWork, States, Layer], None]
@@ -54,7 +60,8 @@ class SublayerTask:
 
     `shared_heads`: the heads that stay, if they were chosen for all layers of the stack; else None. `curvature`: of the
     layer, if it was measured; else None. `has_dense`: whether the dense stream passes beside the compressed one.
-    `layers_before`: layers of another model before this one's first, which messages count.
+    `layers_before`: layers of another model before this one's first, which messages count. `quantisation`: of linears,
+    if what is folded at the end leaves rounded weights as they are; else None.
     """
 
     method: Method
@@ -70,6 +77,7 @@ class SublayerTask:
     curvature: LayerCurvature | None = None
     has_dense: bool = True
     layers_before: int = 0
+    quantisation: Quantisation | None = None
 
     @property
     def sublayer(self) -> Sublayer:
@@ -220,6 +228,15 @@ class SublayerTask:
         `residual_target="sublayer"` it is what the dense sublayer adds to its own input (STAT section 3.1).
         """
         return dense.sum - (x if self.method.residual_target == "stream" else dense.before)
+
+    @property
+    def rounds(self) -> bool:
+        """Return whether linears are rounded between the passes; those that change later are rounded at the end."""
+        return False
+
+    def every(self, states: States) -> int:
+        """Return n if each n-th batch is read for ranks, and for rounding."""
+        return batches_apart(states.num_tokens, self.shape.hidden_size)
 
     def shared(self, solve: Callable[[], Solution]) -> Solution:
         """Return what one worker solves, on the device of each."""

@@ -5,11 +5,13 @@ from collections.abc import Sequence
 import torch
 
 from oneshot.checkpoint import Model
+from oneshot.checkpoint.quantisation import Quantisation
 from oneshot.compression import StreamSubspaces
 from oneshot.config import SaveDtype
 from oneshot.export.companions import empty_tensors
 from oneshot.export.forms import Form
 from oneshot.export.outside import Part
+from oneshot.export.quantised import empty_scales, quantised_layer
 from oneshot.export.saving import cast
 from oneshot.planning import Plan
 from oneshot.tensors import Tensors
@@ -25,6 +27,7 @@ def planned_parts(
     embedding: Tensors | None,
     save_dtype: SaveDtype,
     *,
+    quantisation: Quantisation | None = None,
     blocks: Sequence[Tensors] = (),
     beside: Sequence[Part] = (),
 ) -> list[Tensors]:
@@ -35,7 +38,7 @@ def planned_parts(
     folded without values.
 
     Args:
-        subspaces: subspaces of a smaller hidden size; None at full size.
+        quantisation: of linears of the layers. subspaces: subspaces of a smaller hidden size; None at full size.
         embedding: tensors that replace the embedding, for a plan with ranks.
         blocks: of layers that predict tokens after the next one, which follow the layers. beside: readers of what
             follows the parts outside the layers.
@@ -43,16 +46,23 @@ def planned_parts(
     empty = model.without_values()
     tensors = empty_tensors(form.config(model, plan), model.family.stack.experts)
     numbers = {layer: number for number, layer in enumerate(plan.kept_layers)}
-    parts = []
+    layers = []
     for layer in range(model.shape.num_hidden_layers):
         prefix = form.layer_prefix(model, numbers[layer]) if layer in numbers else None
         stored = {} if prefix is None else {name: tensors[name] for name in tensors if name.startswith(prefix)}
-        parts.append(typed(form, empty, layer, numbers[layer], stored) if stored else {})
-    parts += blocks
+        made = typed(form, empty, layer, numbers[layer], stored) if stored else {}
+        if made and quantisation is not None:
+            tensors_of_layer = form.original(empty, numbers[layer], made)
+            scales = empty_scales(quantisation, model.family.stack_of(layer), tensors_of_layer)
+            place = form, empty, numbers[layer], tensors_of_layer, scales
+            layers.append(quantised_layer(*place, quantisation, save_dtype))
+        else:
+            layers.append(cast(save_dtype, made))
+    parts = list(blocks)
     bases = None if subspaces is None else subspaces.on(META)
     reduced = None if embedding is None else {name: tensor.to(META) for name, tensor in embedding.items()}
     parts += [read() for read in (*form.outside(empty, plan, bases, reduced), *beside)]
-    return [cast(save_dtype, part) for part in parts]
+    return layers + [cast(save_dtype, part) for part in parts]
 
 
 def typed(form: Form, empty: Model, layer: int, number: int, stored: Tensors) -> Tensors:

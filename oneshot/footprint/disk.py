@@ -21,7 +21,7 @@ def scaffold_bytes(work: Work) -> int:
         return 0
     folds = work.reshapes_heads or method.plans_ranks or method.leaves_out_sublayers or work.grid.folds_layer_norms
     folds = folds or (method.reduces_heads and any(sublayer.mixer.fixed_heads for sublayer in stack.sublayers))
-    if not (folds or work.hidden is not None or terms.cast_share(work)):
+    if not (work.quantises or folds or work.hidden is not None or terms.cast_share(work)):
         return 0
     of_layer = work.layer_bytes
     if work.hidden is not None:  # projected linears are float32

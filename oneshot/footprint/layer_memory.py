@@ -2,6 +2,7 @@
 
 from functools import cached_property
 
+from oneshot.compression.rounding import PANEL_ROWS
 from oneshot.footprint import expert_memory, terms
 from oneshot.footprint.terms import BATCH, DOUBLE, FLOAT, Stage, Term, computed, largest
 from oneshot.footprint.work import Work
@@ -53,6 +54,8 @@ class _Layer:
         listed = []
         if work.method.plans_ranks:
             listed += self._ranks()
+        if work.quantises:
+            listed.append(self._rounding())
         if schedule.streams and schedule.solves_heads:
             listed += self._heads()
         if schedule.streams:
@@ -81,6 +84,13 @@ class _Layer:
             Stage("the statistics of the ranks", (*self.held, *read, self.batch)),
             Stage("the linears of low rank", (*self.held, *found, terms.directions(work))),
         ]
+
+    def _rounding(self) -> Stage:
+        inputs, rows = max(self.size, self.heads, self.hidden), max(2 * self.width, 3 * self.heads)
+        factor = computed(4 * DOUBLE * inputs**2)
+        panel = computed(7 * DOUBLE * min(PANEL_ROWS, rows) * inputs)
+        found = computed((2 * self.work.dtype.itemsize + DOUBLE) * rows * inputs)
+        return Stage("the rounding of linears", (*self.held, factor, panel, found))
 
     def _heads(self) -> list[Stage]:
         work, heads = self.work, self.heads

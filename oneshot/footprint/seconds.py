@@ -42,6 +42,7 @@ EXPERT_SECONDS = 4.5e-3  # of an expert's factorisation and solves, which are to
 COPIES_OF_ROWS = 12  # that the stock experts make of what they read and write, and of their neurons
 STACKED_BYTES_PER_SECOND = 3.3e9  # of a layer whose experts are read one by one and put into one tensor
 
+ROUND_SECONDS = 3e-4  # of a column of linears that read the same
 LAUNCH_SECONDS = 1.07e-5  # of an operation that the host launches on a device
 # operations: to choose and solve an expert, as counted on the pretended device; to sum rows of several, and effects
 EXPERT_LAUNCHES, ARRIVAL_LAUNCHES, EFFECT_LAUNCHES = 95, 17, 7
@@ -206,6 +207,9 @@ def _layer_seconds(work: Work, kept: float, forward: float, rates: Rates, store:
         read = tokens / batches_apart(tokens, hidden)
         grams = 2 * _gram(hidden, read) + _gram(_heads(work), read)
         seconds["ranks"] += read * forward / rates.stream + grams / rates.sums + _low_rank(work, rates)
+    if work.quantises:
+        columns = 2 * hidden + _heads(work) + size
+        seconds["rounding"] += columns * ROUND_SECONDS + 2 * shape.layer_parameters() * hidden / rates.double
     if schedule.finds_subspaces:
         seconds["solve"] += 6 * hidden * shape.layer_parameters() / rates.double
     if rates.on_device:

@@ -40,6 +40,7 @@ class Work:
         measures_latency: whether layers are timed for the budget.
         holds_scores: see `stream.holds_scores`.
         has_masks: whether attention reads masks of every two tokens.
+        quantises: whether linears of layers are rounded.
         beside_bytes: what reading a tensor takes beside it and its pages: factors of low rank are multiplied out.
     """
 
@@ -62,6 +63,7 @@ class Work:
     holds_scores: bool = False
     has_masks: bool = False
     beside_bytes: int = 0
+    quantises: bool = False
 
     @property
     def shape(self) -> ModelShape:
@@ -192,6 +194,7 @@ def describe_work(
         holds_scores=whole,
         has_masks=whole or _has_windows(model, config.text.sequence_length),
         beside_bytes=model.checkpoint.beside_bytes,
+        quantises=config.quantise is not None,
     )
 
 

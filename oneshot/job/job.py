@@ -72,7 +72,7 @@ class Job:
     def __init__(self, config: Config, run: Run, *, target: Target | None = None, dry: bool = False) -> None:
         # 1. where the result goes
         step = width_step_in(config.target.serving.engine, run.form)
-        served = with_steps(config.target, run.model.shape, step)
+        served = with_steps(run.grouped(config.target), run.model.shape, step)
         config = replace(config, form=cast(FormName, run.form.name), target=served)
         self.config, self.run, self.output = config, run, output_folder(config.output)
         try:
@@ -82,7 +82,7 @@ class Job:
                 raise
             logger.warning("%s", error)  # what a run would take is known all the same
         # 2. its sizes, without a profile
-        wanted = config.target if target is None else with_steps(target, run.model.shape, step)
+        wanted = config.target if target is None else with_steps(run.grouped(target), run.model.shape, step)
         if wanted.max_loss is not None:  # the smallest share stands for the one that a profile will find
             wanted = with_share(wanted, LEAST_SHARE)
         self.budget = budget_of(run, wanted)

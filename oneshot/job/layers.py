@@ -7,8 +7,9 @@ from functools import partial
 import torch
 
 from oneshot.checkpoint import Journal
-from oneshot.compression import LayerCompressor, expanded, find_shared_heads
+from oneshot.compression import CompressedLayer, LayerCompressor, expanded, find_shared_heads
 from oneshot.export import FurtherResult, cast
+from oneshot.export.quantised import quantised_layer
 from oneshot.job.job import Job
 from oneshot.machine.memory import peak_bytes, peak_device_bytes
 from oneshot.machine.prefetch import prefetch
@@ -48,8 +49,7 @@ def compress_layers(job: Job, journal: Journal) -> list[LayerReport]:
             else:
                 started = time.perf_counter()
                 done = compressor.compress_layer(layer, tensors)
-                named = run.form.layer(model, numbers[layer], done.folded) if layer in numbers else {}
-                saved = cast(job.config.save_dtype, named)
+                saved = _stored(job, numbers[layer], done) if layer in numbers else {}
                 report = LayerReport(
                     layer,
                     tuple(done.reports),
@@ -58,13 +58,16 @@ def compress_layers(job: Job, journal: Journal) -> list[LayerReport]:
                     peak_device_bytes(),
                     run.warnings.take(),
                     worst(run.machine.workers.gather(run.warnings.take_notes())),
+                    done.rounding_errors,
                 )
-                # a resumed run moves its streams through the stored tensors unless these were folded or cast
-                is_stored = not saved or _is_same(run.form.original(model, numbers[layer], saved), done.working)
+                # a resumed run moves its streams through the stored tensors unless these were folded, cast or packed
+                is_stored = not saved or (
+                    run.quantisation is None and _is_same(run.form.original(model, numbers[layer], saved), done.working)
+                )
                 journal.add(saved, record=asdict(report), scaffold=None if is_stored else done.working)
                 bar.layer_done(report)
                 reports.append(report)
-                del done, named, saved
+                del done, saved
             if states is None:
                 bar.advance(1)
             del tensors  # free before the next layer is waited for
@@ -100,8 +103,17 @@ def _compressor(job: Job) -> tuple[LayerCompressor, States | None]:
         shared_heads=shared_heads,
         curvature=curvature,
         seed=seed,
+        quantisation=run.quantisation,
     )
     return compressor, states
+
+
+def _stored(job: Job, number: int, done: CompressedLayer) -> Tensors:
+    """Return the tensors of a compressed layer, `number` in the result, as they are stored."""
+    run, save_dtype = job.run, job.config.save_dtype
+    if run.quantisation is None:
+        return cast(save_dtype, run.form.layer(run.model, number, done.folded))
+    return quantised_layer(run.form, run.model, number, done.folded, done.scales, run.quantisation, save_dtype)
 
 
 def _states(job: Job) -> States:

@@ -17,6 +17,7 @@ from oneshot.export import (
     write_result_importance,
 )
 from oneshot.export.gguf import FILE_NAME
+from oneshot.export.quantised import quantisation_config
 from oneshot.export.result_sensitivity import SENSITIVITY_TOKENS
 from oneshot.families import with_text
 from oneshot.job.job import Job
@@ -40,7 +41,15 @@ def expect_parts(job: Job, journal: Journal) -> None:
     beside = [] if further is None else further.outside(run.model.checkpoint.without_values())
     journal.expect(
         planned_parts(
-            run.form, run.model, job.plan, job.subspaces, job.embedding, config.save_dtype, blocks=blocks, beside=beside
+            run.form,
+            run.model,
+            job.plan,
+            job.subspaces,
+            job.embedding,
+            config.save_dtype,
+            quantisation=run.quantisation,
+            blocks=blocks,
+            beside=beside,
         ),
         direct=run.form.is_safetensors,
         max_file_bytes=config.max_file_bytes,
@@ -71,6 +80,9 @@ def write_result(job: Job, journal: Journal, layers: Sequence[LayerReport]) -> R
     written = form.config(run.model, plan)
     if further is not None:
         written = with_text(run.model.family, written, dict(further.layers.stated))
+    if run.quantisation is not None:
+        names = [place.name for place in journal.stored()]
+        written |= {"quantization_config": quantisation_config(run.quantisation, written, names)}
     write_companions(source.folder, folder, written, dtype=None if stated == "keep" else stated)
     bar = ProgressBar(run.tracker, total=0, unit="bytes")
     compressed = form.write(run.model, plan, journal, bar.advance, config.save_dtype)

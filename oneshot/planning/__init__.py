@@ -22,6 +22,7 @@ from oneshot.planning.options import expert_counts
 from oneshot.planning.plan import LEFT_OUT, HiddenPlan, LayerPlan, Plan, dense_plan, removed_unit
 from oneshot.planning.predicted import LEAST_SHARE, predicted_curve, predicted_divergences, with_share, within_loss
 from oneshot.planning.problem import Problem
+from oneshot.planning.serving import with_groups
 from oneshot.planning.sizes import least_share, make_plan, parameter_budget, reduced
 from oneshot.planning.stated import with_steps
 from oneshot.planning.unsupported import reason_against_own_sizes
@@ -65,6 +66,7 @@ __all__ = [
     "smaller_tables",
     "spread_hidden_sizes",
     "vocabulary_ranges",
+    "with_groups",
     "with_share",
     "with_steps",
     "within_loss",

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Literal
 
 from oneshot.architecture import LayerShape, ModelShape, shapes_of
+from oneshot.config import QuantiseName, Target
 from oneshot.errors import PlanError
 from oneshot.serving import Serving
 
@@ -81,3 +82,25 @@ def less_demanding(serving: Serving) -> Iterator[Serving]:
     yield from (replace(serving, group=group) for group in SMALLER_GROUPS if group < serving.group)
     yield from (replace(serving, tp=tp) for tp in range(serving.tp - 1, 0, -1))
     yield replace(serving, tp=1, group=1)
+
+
+def with_groups(target: Target, quantise: QuantiseName | None, shape: ModelShape) -> Target:
+    """Return the target whose sizes are whole groups of the weights that are rounded together.
+
+    A group that `--serve` states stays. Otherwise it is the largest that divides what the result keeps of the model.
+
+    Raises `PlanError` if none does.
+    """
+    serving = target.serving
+    if quantise != "w4a16" or serving.group > 1:
+        return target
+    fixed = {target.hidden_size or own.hidden_size for own in shape.distinct}
+    fixed |= {own.num_attention_heads * own.head_dim for own in shape.distinct}
+    fixed = (fixed | {own.intermediate_size for own in shape.distinct}) - {0}
+    group = next((group for group in SMALLER_GROUPS[:-1] if all(size % group == 0 for size in fixed)), None)
+    if group is None:
+        raise PlanError(
+            "--quantise w4a16 rounds weights in groups of 32 inputs or more, which do not divide the "
+            f"{' and '.join(map(str, sorted(fixed)))} inputs of this model's linears; use --quantise w8a8."
+        )
+    return replace(target, serve=str(replace(serving, group=group)))

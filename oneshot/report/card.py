@@ -172,7 +172,18 @@ def _layer_section(report: Report) -> str:
 def _stored_as(report: Report) -> str:
     """Return the dtype of the stored weights in words."""
     save_dtype = report.config["save_dtype"]
-    return "in the original's dtype" if save_dtype == "keep" else f"as `{save_dtype}`"
+    dtype = "in the original's dtype" if save_dtype == "keep" else f"as `{save_dtype}`"
+    return dtype if (rounded := quantised_as(report)) is None else f"{dtype}, and {rounded}"
+
+
+def quantised_as(report: Report) -> str | None:
+    """Return what the linears of layers were rounded to, in words; None if they were not."""
+    name = report.config.get("quantise")
+    if name is None:
+        return None
+    group = Serving.of(report.config["target"]["serve"]).group if name == "w4a16" else 0
+    groups = f" in groups of {group}" if group else ""
+    return f"the linears of layers as {name}{groups} (opened with the package compressed-tensors)"
 
 
 def escaped(text: str) -> str:

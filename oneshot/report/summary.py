@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Collection
 
 from oneshot.errors import printable
-from oneshot.report.card import PAGE_NAME
+from oneshot.report.card import PAGE_NAME, quantised_as
 from oneshot.report.records import Check, Report
 from oneshot.report.terminal import WIDTH
 from oneshot.report.words import NOTHING, OPENED, amount, by_kind, duration, gibibytes, size, verdict
@@ -46,9 +46,11 @@ def summary(
         stored_as = "" if dtype == "keep" else f", stored as {dtype}"  # a quantised input may be the smaller file
         own_types = bool(report.config.get("bits") or report.config.get("gguf_bytes"))
         stored_as = ", every matrix in a type of its own" if own_types else stored_as
+        rounded = quantised_as(report)
+        stored_as = stored_as if rounded is None else f", {rounded}"
         lines.append(("weight files", f"{size(before)} → {size(after)}{stored_as}"))
         alike = after * stored["dense"] / stored["compressed"]  # of the original in the result's dtype
-        if abs(alike / before - 1) > OTHER_DTYPE and not own_types:
+        if abs(alike / before - 1) > OTHER_DTYPE and not own_types and rounded is None:
             lines.append(("same dtype", f"{size(alike)} → {size(after)}, had the original been stored like the result"))
     lines.append(("time", f"{duration(report.seconds['total'])}, peak memory {gibibytes(report.peak_bytes)}"))
     lines += check_lines(check)

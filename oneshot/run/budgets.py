@@ -7,6 +7,7 @@ from oneshot.architecture import StackShape
 from oneshot.config import Target
 from oneshot.errors import PlanError
 from oneshot.export import expected_bytes
+from oneshot.export.quantised import quantised_bytes
 from oneshot.planning import Budget, parameter_budget
 from oneshot.run.run import Run
 
@@ -39,12 +40,15 @@ def _file_budget(run: Run, size_bytes: int) -> Budget:
     checkpoint, dense, save_dtype = run.model.checkpoint, run.dense.stored_parameters(), run.config.save_dtype
     whole = expected_bytes(save_dtype, checkpoint, dense)
     narrowest = whole / dense if save_dtype != "keep" else math.floor(whole / dense)
-    whole += expected_bytes(save_dtype, checkpoint, run.further.most_parameters)
-    headers = HEADER_BYTES * 2 * len(checkpoint.shapes)  # a linear of low rank is two tensors
+    further, quantisation = expected_bytes(save_dtype, checkpoint, run.further.most_parameters), run.quantisation
+    parts = 2 if quantisation is None else 4  # a linear of low rank is two tensors, and a quantised one three
+    headers = HEADER_BYTES * parts * len(checkpoint.shapes)
     if not run.form.is_safetensors:  # one file, with the vocabulary
         headers += sum(path.stat().st_size for path in checkpoint.folder.glob("tokenizer*"))
 
     def measure(stack: StackShape) -> float:
-        return headers + whole - narrowest * (dense - stack.stored_parameters())
+        if quantisation is not None:
+            return headers + further + quantised_bytes(quantisation, stack)
+        return headers + further + whole - narrowest * (dense - stack.stored_parameters())
 
     return Budget(size_bytes, measure, "bytes", is_ceiling=True)

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from oneshot.config import Config
 from oneshot.export import expected_bytes, part_dtype
+from oneshot.export.quantised import quantised_bytes
 from oneshot.footprint import (
     Work,
     check_stages,
@@ -72,7 +73,12 @@ def file_bytes(run: Run, config: Config, parameters: int, plan: Plan) -> tuple[i
 
     `plan`: whose layers for tokens after the next one are in the same files.
     """
-    parameters += run.further.parameters(plan)
+    further, quantisation = run.further.parameters(plan), run.quantisation
+    if quantisation is not None:
+        stack = run.grid.stack(plan)
+        share = parameters / stack.stored_parameters()
+        return round(share * quantised_bytes(quantisation, stack)) + further * quantisation.dtype.itemsize, 0
+    parameters += further
     of_parts, of_result = (
         expected_bytes(dtype, run.model.checkpoint, parameters)
         for dtype in (part_dtype(config.save_dtype), config.save_dtype)

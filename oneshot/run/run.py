@@ -14,13 +14,14 @@ from oneshot.architecture import StackShape
 from oneshot.checkpoint import Checkpoint, FurtherLayers, GgufCheckpoint, card_metadata
 from oneshot.checkpoint.safe_files import companion_hashes, config_hash
 from oneshot.compression import Curvature
-from oneshot.config import Config
+from oneshot.config import Config, Target
 from oneshot.errors import PlanError
 from oneshot.export import coordinates
+from oneshot.export.quantised import quantisation_of, refuse_quantising
 from oneshot.export.served import reason_against_ranks
 from oneshot.machine import DtypeChoice, Machine, join_workers, resolve_device
 from oneshot.machine.memory import release_heap, reset_peak
-from oneshot.planning import Profile
+from oneshot.planning import Profile, with_groups
 from oneshot.profiling import (
     Timings,
     curvature_of_profile,
@@ -58,6 +59,7 @@ class Run:
         watch: the seconds of the stages of the present result; what all share counts for the first.
         gguf: the file that the model is read from; None for other inputs.
         dense: the sizes of the input. grid: the sizes that the form of the result can state.
+        quantisation: of the results' linears; None: they are not quantised.
         dtype: of the forward passes, and why it was taken.
         method: with every `auto` settled for the grid. timings: by which latencies are planned, and where they were
             measured; None without such a plan.
@@ -93,6 +95,10 @@ class Run:
         else:
             opened = source
         self.model = read_model(opened, tie=config.tie)
+        if config.quantise is not None:
+            refuse_quantising(config.quantise, self.model, config.target.serving)
+        self.config = config = replace(config, target=self.grouped(config.target))
+        self.quantisation = quantisation_of(config, self.model)
         sizes = self.model.shape.hidden_size, self.model.shape.intermediate_size
         self.dtype = settled_dtype(config.machine.dtype, self.machine, sizes, outputs if config.resume else ())
         self.take_dtype(self.dtype)
@@ -118,6 +124,10 @@ class Run:
         self._profile: Profile | None = None
         self._is_checked = False
         self.fits_text = self.plans_by_profile = False
+
+    def grouped(self, target: Target) -> Target:
+        """Return a target whose sizes are whole groups of the weights that are rounded together."""
+        return with_groups(target, self.config.quantise, self.model.shape)
 
     def begin_next(self) -> None:
         """Count seconds and memory for the next result from now on."""

@@ -1,0 +1,193 @@
+"""Rounding with error feedback: what rounding a column breaks is given to the columns that are rounded after it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from oneshot.architecture import Mixer, RankedKind, Stack
+from oneshot.checkpoint.quantisation import Quantisation
+from oneshot.compression.correction import relative
+from oneshot.compression.ranks import Factored, Ranks
+from oneshot.linalg.psd import ridged_cholesky
+from oneshot.machine.transfer import as_like
+from oneshot.tensors import Tensors
+
+DAMPING = 1e-2  # of the mean diagonal, as in GPTQ
+BLOCK = 128  # columns between products of whole matrices
+PANEL_ROWS = 4096  # that are rounded together, because that takes several times their bytes
+
+
+@dataclass(frozen=True)
+class RoundedWeight:
+    """A weight that can be stored.
+
+    Attributes:
+        weight: `(m, n)`, in the dtype of the weight that was rounded. scales: see `Quantisation.scales`.
+        energies: float64 `(m, 2)`: of the errors and of the outputs, row by row.
+    """
+
+    weight: torch.Tensor
+    scales: torch.Tensor
+    energies: torch.Tensor
+
+
+def rounded(weight: torch.Tensor, gram: torch.Tensor, quantisation: Quantisation) -> RoundedWeight:
+    """Return a weight that can be stored, close to `weight (m, n)` by its outputs.
+
+    With `G = U D Uᵀ`, U unit upper triangular, errors `E = W − Q` cost `tr(E G Eᵀ) = Σ_k D_k ‖E_k + E_{<k} U_{<k,k}‖²`.
+    So column k is rounded from `W_k + E_{<k} U_{<k,k}` (Chee et al. 2023, QuIP, arXiv 2307.13304, section 3). That is
+    GPTQ's update (Frantar et al. 2023, arXiv 2210.17323) without an inverse, by theorem 6 of QuIP. Scales are chosen
+    before. Columns with much energy come first, while many others can still make up for them.
+
+    Args:
+        gram: `G (n, n)` of what the linear reads.
+    """
+    ascending = gram.diagonal().argsort(stable=True)
+    order, feedback = ascending.flip(0), None
+    if bool(gram.diagonal().any()):  # some token has reached it
+        found = ridged_cholesky(gram, DAMPING, of="inputs of a rounded linear", order=ascending)
+        assert found is not None  # there is a ridge
+        feedback = (found[0] / found[0].diagonal()).flip(0, 1)
+        del found
+    panels = [_rounded_rows(panel.double(), gram, order, feedback, quantisation) for panel in weight.split(PANEL_ROWS)]
+    stored, scales, energies = (torch.cat(parts) for parts in zip(*panels, strict=True))
+    return RoundedWeight(stored.to(weight.dtype), scales, energies)
+
+
+def _rounded_rows(
+    weight: torch.Tensor,
+    gram: torch.Tensor,
+    order: torch.Tensor,
+    feedback: torch.Tensor | None,
+    quantisation: Quantisation,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return rounded rows, their scales and their energies; `feedback`: `U` in the order, None if G is zero."""
+    scales = quantisation.scales(weight, gram.diagonal())
+    steps = quantisation.steps(scales).expand(weight.shape)
+    if feedback is None:
+        return quantisation.nearest(weight, steps), scales, weight.new_zeros(len(weight), 2)
+    targets, stored, errors = weight[:, order], torch.empty_like(weight), torch.zeros_like(weight)
+    for start in range(0, len(order), BLOCK):
+        block = targets[:, start : start + BLOCK] + errors[:, :start] @ feedback[:start, start : start + BLOCK]
+        for column in range(start, start + block.shape[1]):
+            wanted = block[:, column - start] + errors[:, start:column] @ feedback[start:column, column]
+            nearest = quantisation.nearest(wanted, steps[:, order[column]])
+            stored[:, order[column]] = nearest
+            errors[:, column] = targets[:, column] - nearest
+    return stored, scales, torch.stack([_energies(rows, gram) for rows in (weight - stored, weight)], dim=1)
+
+
+def _energies(weight: torch.Tensor, gram: torch.Tensor) -> torch.Tensor:
+    """Return `diag(W G Wᵀ) (m,)` float64."""
+    return ((weight.to(gram) @ gram) * weight).sum(1, dtype=torch.float64)
+
+
+def quantised_weights(stack: Stack, tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """Return the names of the weights of a layer that are quantised: of attention and FFN."""
+    linears = [linear for one in stack.sublayers for linear in (*one.readers, one.writer)]
+    return [name for linear in linears if (name := f"{linear}.weight") in tensors]
+
+
+def round_others(quantisation: Quantisation, stack: Stack, tensors: Tensors, scales: Tensors) -> Tensors:
+    """Return a layer as it is stored, in which linears without `scales` are rounded to the nearest, and get theirs."""
+    stored = dict(tensors)
+    for name in quantised_weights(stack, tensors):
+        if name not in scales:
+            scales[name] = quantisation.scales(tensors[name])
+            nearest = quantisation.nearest(tensors[name].double(), quantisation.steps(scales[name]))
+            stored[name] = nearest.to(tensors[name].dtype)
+    return stored
+
+
+@dataclass(frozen=True)
+class RoundedColumns(Factored):
+    """A matrix of low rank whose stored columns are rounded; `order` as `Factored.columns` returns it."""
+
+    order: torch.Tensor
+
+    def rows(self, kept: torch.Tensor) -> "RoundedColumns":
+        """Return the matrix of these rows."""
+        return RoundedColumns(self.outputs[kept], self.inputs, self.order)
+
+    def columns(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the rounded columns, what makes the others from them, and the order of both."""
+        return self.outputs, self.inputs[:, self.order[len(self.inputs) :]].T, self.order
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """Rounded linears of a sublayer.
+
+    Attributes:
+        weights: of whole linears, by name. scales: of all, by the name of the weight. ranks: of linears of low rank.
+        errors: relative Frobenius errors of the outputs on the text, by the name of the linear.
+    """
+
+    weights: Tensors = field(default_factory=dict)
+    scales: Tensors = field(default_factory=dict)
+    ranks: Ranks = field(default_factory=dict)
+    errors: dict[str, float] = field(default_factory=dict)
+
+
+def round_linears(
+    mixer: Mixer,
+    linears: Sequence[str],
+    tensors: Mapping[str, torch.Tensor],
+    ranks: Ranks,
+    gram: torch.Tensor,
+    quantisation: Quantisation,
+) -> Rounded:
+    """Round linears that read the same; of those of low rank only the columns that are stored as a linear.
+
+    Args:
+        linears: names. tensors, ranks: the layer's, and the sublayer's. gram: `(n, n)` of what they read.
+    """
+    found, of_kinds = Rounded(), dict[RankedKind, Factored]()
+    for kind, names in mixer.ranked.items():
+        if kind in ranks and names[0] in linears:
+            of_kinds[kind] = ranks[kind]
+            sizes = [len(tensors[f"{name}.weight"]) for name in names]
+            found.ranks[kind] = _round_columns(found, names, sizes, ranks[kind], gram, quantisation)
+    whole = [name for name in linears if not any(name in mixer.ranked[kind] for kind in of_kinds)]
+    if whole:
+        weights = [tensors[f"{name}.weight"].to(gram.device) for name in whole]
+        stored = _round_together(found, whole, torch.cat(weights), [*map(len, weights)], gram, quantisation)
+        for name, part in zip(whole, stored.split([*map(len, weights)]), strict=True):
+            found.weights[f"{name}.weight"] = as_like(part, tensors[f"{name}.weight"])
+    return found
+
+
+def _round_columns(
+    found: Rounded,
+    names: Sequence[str],
+    sizes: Sequence[int],
+    factored: Factored,
+    gram: torch.Tensor,
+    quantisation: Quantisation,
+) -> RoundedColumns:
+    """Round the columns that are stored of a matrix of low rank, which reads the others through them."""
+    columns, others, order = factored.columns()
+    rank = columns.shape[1]
+    inputs = torch.cat((torch.eye(rank).to(others), others.T), dim=1)[:, order.argsort()]
+    of_columns = (inputs @ gram.to(inputs) @ inputs.T).to(gram)
+    stored = _round_together(found, names, columns, sizes, of_columns, quantisation)
+    return RoundedColumns(stored.to(columns), inputs, order)
+
+
+def _round_together(
+    found: Rounded,
+    names: Sequence[str],
+    weight: torch.Tensor,
+    sizes: Sequence[int],
+    gram: torch.Tensor,
+    quantisation: Quantisation,
+) -> torch.Tensor:
+    """Round the rows `(m, n)` of linears that read the same, and note scales and errors."""
+    found_now = rounded(weight, gram, quantisation)
+    for name, steps, energies in zip(
+        names, found_now.scales.split(list(sizes)), found_now.energies.split(list(sizes)), strict=True
+    ):
+        found.scales[f"{name}.weight"] = steps
+        found.errors[name] = relative(*energies.sum(0))
+    return found_now.weight

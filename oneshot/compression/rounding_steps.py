@@ -1,0 +1,69 @@
+"""When the linears of a sublayer are rounded: its readers before the writer is measured, and that after its correction."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from oneshot.compression.correction import Factors
+from oneshot.compression.fold import with_columns
+from oneshot.compression.ranks import with_ranks
+from oneshot.compression.rounding import round_linears
+from oneshot.compression.statistics import GramAccumulator, Statistics
+from oneshot.compression.sublayer import LayerWork, SublayerTask
+from oneshot.stream import Layer, States
+
+
+def round_readers_(task: SublayerTask, work: LayerWork, states: States, current: Layer) -> None:
+    """Round the linears that read the sublayer's input. The writer's correction makes up for what they lost."""
+    gram = work.inputs.pop(task.index, None)
+    if gram is None:
+        size = task.shape.hidden_size
+        gram = _gram(task, states, size, lambda x: current.normed(task.index, x).flatten(0, -2))
+    _round_(task, work, task.sublayer.readers, gram)
+
+
+def round_writer_(task: SublayerTask, work: LayerWork, states: States, current: Layer) -> None:
+    """Round a writer that is not corrected, after the readers."""
+    writer = task.sublayer.writer
+    size = work.working[f"{writer}.weight"].shape[1]
+    _round_(task, work, (writer,), _gram(task, states, size, lambda x: current.inner(task.index, x)))
+
+
+def round_factors(task: SublayerTask, work: LayerWork, factors: Factors, statistics: Statistics) -> Factors:
+    """Return a corrected writer that is rounded, and keep the scales of the rows that make its columns.
+
+    The factors state no error, because the one by the statistics is of the writer before.
+    """
+    quantisation, mixer, writer = task.quantisation, task.sublayer.mixer, task.sublayer.writer
+    assert quantisation is not None
+    columns = factors.kept_columns[factors.kept_columns < task.num_columns]  # without a bias
+    gram, name = statistics.gram[columns.unsqueeze(1), columns], f"{writer}.weight"
+    weight, bias = factors.weight.tensor_split([len(columns)], dim=1)
+    found = task.shared(lambda: round_linears(mixer, (writer,), {name: weight}, {}, gram, quantisation))
+    work.scales = with_columns(work.scales, task.sublayer, task.shape, columns) | found.scales
+    work.rounding_errors |= found.errors
+    return replace(factors, weight=torch.cat((found.weights[name], bias), dim=1), predicted_error=None)
+
+
+def _round_(task: SublayerTask, work: LayerWork, linears: Sequence[str], gram: torch.Tensor) -> None:
+    """Round linears that read the same, in one process for all."""
+    quantisation, mixer, ranks = task.quantisation, task.sublayer.mixer, work.ranks.get(task.index, {})
+    assert quantisation is not None
+    found = task.shared(lambda: round_linears(mixer, linears, work.working, ranks, gram, quantisation))
+    work.working = with_ranks(work.working | found.weights, mixer, found.ranks)
+    if found.ranks:
+        work.ranks[task.index] = ranks | found.ranks
+    work.scales |= found.scales
+    work.rounding_errors |= found.errors
+
+
+def _gram(
+    task: SublayerTask, states: States, size: int, rows_of: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """Return the Gram `(n, n)` of what linears read in some batches of the stream, after the states have moved on."""
+    states.settle()
+    sums = GramAccumulator(size, output_size=None, device=task.machine.device)
+    for x, _ in states.read(task.every(states)):
+        sums.update_(rows_of(x))
+    return sums.finish(task.machine.workers).gram

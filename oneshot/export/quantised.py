@@ -1,0 +1,121 @@
+"""The layers of a result whose linears are quantised, as they are stored."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import nn
+
+from oneshot.architecture import Attention, FeedForward, LayerShape, Stack, StackShape
+from oneshot.checkpoint import Model
+from oneshot.checkpoint.compressed_tensors import SCALE
+from oneshot.checkpoint.quantisation import Quantisation, refuse_without_package
+from oneshot.compression.rounding import quantised_weights
+from oneshot.config import Config, QuantiseName, SaveDtype
+from oneshot.errors import PlanError
+from oneshot.export.companions import empty_model
+from oneshot.export.forms import Form
+from oneshot.export.saving import SAVED_DTYPES, cast
+from oneshot.serving import ENGINES, Serving
+from oneshot.tensors import Tensors
+
+HEAD = "lm_head"  # engines ask for it, also where the embedding is the head
+ORDER = ".columns"  # what reads a linear of low rank has it, which says so
+
+
+def quantised_layer(
+    form: Form,
+    model: Model,
+    number: int,
+    tensors: Tensors,
+    scales: Tensors,
+    quantisation: Quantisation,
+    save_dtype: SaveDtype,
+) -> Tensors:
+    """Return the tensors of the result's layer `number` under their stored names, with or without values.
+
+    `scales`: of the weights that are quantised, by name, see `Quantisation.scales`.
+    """
+    orders = {name: tensor for name, tensor in tensors.items() if name.endswith(ORDER)}
+    of_weights, stored = form.layer(model, number, scales | orders), Tensors()
+    for name, tensor in form.layer(model, number, tensors).items():
+        if name in of_weights and not name.endswith(ORDER):
+            stored |= quantisation.packed(name.removesuffix(".weight"), tensor, of_weights[name])
+        else:
+            stored |= cast(save_dtype, {name: tensor})
+    return stored
+
+
+def empty_scales(quantisation: Quantisation, stack: Stack, tensors: Tensors) -> Tensors:
+    """Return scales without values of the quantised weights of a layer without values, by their names."""
+    return {name: quantisation.empty_scales(tensors[name]) for name in quantised_weights(stack, tensors)}
+
+
+def quantised_bytes(quantisation: Quantisation, stack: StackShape) -> int:
+    """Return the bytes of weight files of a model of these sizes, without their headers."""
+    sizes = [size for layer in stack.layers for size in linears_of(layer)]
+    others = stack.stored_parameters() - sum(outputs * inputs for outputs, inputs in sizes)
+    counted = ((count, *size) for size, count in Counter(sizes).items())
+    linears = sum(count * quantisation.linear_bytes(*size) for count, *size in counted)
+    return others * quantisation.dtype.itemsize + linears
+
+
+def linears_of(layer: LayerShape) -> Iterator[tuple[int, int]]:
+    """Yield the outputs and the inputs of the linears of a layer that are quantised."""
+    heads, groups, width = layer.num_attention_heads, layer.num_key_value_heads, layer.intermediate_size
+    if heads:
+        read = layer.query_key_rank or layer.hidden_size
+        yield from ((count * layer.query_key_size, read) for count in (heads, groups))
+        yield groups * layer.value_size, layer.hidden_size
+        yield layer.middle_size, layer.output_rank or heads * layer.value_size
+    if width:
+        if layer.gated:
+            yield width, layer.gate_rank or layer.middle_size
+        yield width, layer.up_rank or layer.middle_size
+        yield layer.output_size, width
+
+
+def quantisation_of(config: Config, model: Model) -> Quantisation | None:
+    """Return what the linears of a result become; None if they are not quantised. The target's groups are settled."""
+    if config.quantise is None:
+        return None
+    like = model.without_values().read_layer(0)[f"{model.family.stack.token_mixer.out}.weight"]
+    group = config.target.serving.group if config.quantise == "w4a16" else 0
+    return Quantisation(config.quantise, group, SAVED_DTYPES.get(config.save_dtype, like.dtype))
+
+
+def quantisation_config(quantisation: Quantisation, config: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Return `quantization_config` of a result's `config`, whose files have tensors of these names."""
+    ending = f".{SCALE}"
+    done = {name.removesuffix(ending) for name in names if name.endswith(ending)}
+    linears = [name for name, module in empty_model(config).named_modules() if isinstance(module, nn.Linear)]
+    return quantisation.config([name for name in dict.fromkeys((*linears, HEAD)) if name not in done])
+
+
+def refuse_quantising(name: QuantiseName, model: Model, serving: Serving) -> None:
+    """Raise `PlanError` if nothing can be quantised, or a model has other layers than attention and FFNs of linears."""
+    refuse_without_package()
+    family = model.family
+    if serving.engine in ("mlx", "trtllm", "llama.cpp"):
+        raise PlanError(
+            f"--quantise writes the format compressed-tensors, which {ENGINES[serving.engine]} does not open; leave it "
+            "out, or name another engine."
+        )
+    others = {
+        "encoders": not family.stack.causal or family.decoder is not None,
+        "mixtures of experts": model.shape.experts is not None,
+        "language models of images": family.text_module is not None,
+        "attention with a latent": any(one.latent for one in family.stack.attentions),
+        "hybrids": any(
+            not isinstance(one.mixer, Attention | FeedForward)
+            for each in range(model.shape.num_hidden_layers)
+            for one in family.stack_of(each).sublayers
+        ),
+        "linears of the class Conv1D": bool(family.stack.transposed),
+    }
+    found = next((what for what, is_so in others.items() if is_so), None)
+    if found is not None:
+        raise PlanError(
+            f"--quantise {name} rounds the linears of decoders with attention and FFNs; for {found} such as "
+            f"{family.model_type}, leave it out and quantise the result with llm-compressor."
+        )

@@ -1,0 +1,81 @@
+"""Rounding with error feedback, beside GPTQ's own update in float64, and beside rounding to the nearest."""
+
+import pytest
+import torch
+
+pytest.importorskip("compressed_tensors", reason="the extra `compressed`")
+from oneshot.checkpoint.quantisation import PRESETS, Quantisation
+from oneshot.compression.rounding import DAMPING, rounded
+
+SCHEMES = [Quantisation(name, 16 if name == "w4a16" else 0, torch.bfloat16) for name in PRESETS]
+
+
+@pytest.fixture(scope="module")
+def inputs() -> torch.Tensor:
+    """Correlated inputs `(tokens, 32)`, with columns of very different energy."""
+    mixed = torch.randn(200, 32, dtype=torch.float64) @ torch.randn(32, 32, dtype=torch.float64)
+    return mixed * torch.linspace(0.3, 3, 32, dtype=torch.float64)
+
+
+def by_gptq(weight: torch.Tensor, gram: torch.Tensor, scheme: Quantisation, scales: torch.Tensor) -> torch.Tensor:
+    """Round column by column; what is left goes to all others by the inverse of their own Gram, made anew each time."""
+    gram = gram + DAMPING * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype)
+    steps, left = scheme.steps(scales).expand(weight.shape), weight.clone()
+    stored = torch.zeros_like(weight)
+    order = gram.diagonal().argsort(descending=True, stable=True).tolist()
+    for at, column in enumerate(order):
+        stored[:, column] = scheme.nearest(left[:, column], steps[:, column])
+        open_columns = order[at:]
+        inverse = gram[open_columns][:, open_columns].inverse()
+        step = (left[:, column] - stored[:, column]) / inverse[0, 0]
+        left[:, open_columns] -= step.unsqueeze(1) * inverse[0]
+    return stored
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.name)
+def test_rounding_is_gptqs(scheme: Quantisation, inputs: torch.Tensor) -> None:
+    weight, gram = torch.randn(6, 32, dtype=torch.float64), inputs.T @ inputs
+    found = rounded(weight, gram, scheme)
+    torch.testing.assert_close(found.weight, by_gptq(weight, gram, scheme, found.scales), rtol=1e-12, atol=0)
+    lost, whole = ((inputs @ one.T).square().sum(0) for one in (weight - found.weight, weight))
+    torch.testing.assert_close(found.energies, torch.stack((lost, whole), dim=1))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.name)
+def test_feedback_loses_less_than_the_nearest(scheme: Quantisation, inputs: torch.Tensor) -> None:
+    weight, gram = torch.randn(64, 32, dtype=torch.float64), inputs.T @ inputs
+    found = rounded(weight, gram, scheme)
+    nearest = scheme.nearest(weight, scheme.steps(found.scales))
+    assert found.energies[:, 0].sum() < 0.8 * (inputs @ (weight - nearest).T).square().sum()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_stored_numbers_are_read_as_the_rounded_weight(
+    scheme: Quantisation, dtype: torch.dtype, inputs: torch.Tensor
+) -> None:
+    from compressed_tensors.compressors import BaseCompressor
+
+    weight = torch.randn(40, 32).to(dtype)
+    found = rounded(weight, inputs.T @ inputs, scheme)
+    stored = {name.rpartition(".")[2]: one for name, one in scheme.packed("q", found.weight, found.scales).items()}
+    assert sum(one.nbytes for one in stored.values()) == scheme.linear_bytes(40, 32)
+    compressor = BaseCompressor.get_value_from_registry(scheme.scheme.format.value)
+    exact = stored | {"weight_scale": stored["weight_scale"].float()}
+    assert torch.equal(compressor.decompress(exact, scheme.scheme)["weight"].to(dtype), found.weight)
+
+
+def test_scales_weigh_errors_by_the_inputs() -> None:
+    """The largest weight of a group meets nothing, so the scale may cut it off for the others."""
+    scheme, weight = Quantisation("w4a16", 32, torch.float32), torch.rand(8, 32) / 2
+    weight[:, 0] = 1.0
+    importance = torch.ones(32)
+    importance[0] = 0
+    assert bool((scheme.scales(weight, importance) < 0.8 * scheme.scales(weight)).all())
+    assert torch.equal(scheme.scales(weight), scheme.scales(weight, torch.ones(32)))
+
+
+def test_linears_that_no_token_reaches_are_rounded_to_the_nearest() -> None:
+    scheme, weight = Quantisation("w8a8", 0, torch.float32), torch.randn(4, 16, dtype=torch.float64)
+    found = rounded(weight, torch.zeros(16, 16), scheme)
+    assert torch.equal(found.weight, scheme.nearest(weight, found.scales))

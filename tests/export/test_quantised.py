@@ -1,0 +1,151 @@
+"""Results with quantised linears: opened by transformers, counted, resumed, and refused where nothing is right."""
+
+import json
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from factories import MakeCheckpoint, MakeConfig
+from interruptions import contents, stop_before, undisturbed
+from safetensors.torch import save_file
+from torch import nn
+
+pytest.importorskip("compressed_tensors", reason="the extra `compressed`")
+from transformers import AutoModelForCausalLM
+
+from oneshot.checkpoint import Checkpoint
+from oneshot.errors import ConfigError, PlanError
+from oneshot.evaluation import load_model
+from oneshot.pipeline import compress, predict
+
+SIZES: dict[str, Any] = {"hidden": 64, "width": 128, "tied": True, "heads": 4, "groups": 2}
+CASES = [
+    ("stock", "w4a16", {}),
+    ("stock", "w8a8", {"attention_bias": True}),
+    ("per-layer", "w4a16", {}),
+    ("per-layer", "w4a16", {"family": "gemma3_text", "head_dim": 16}),
+    ("nemotron-nas", "fp8", {}),
+]
+
+
+@pytest.fixture(scope="module")
+def plain() -> Callable[[Path, Path], Path]:
+    """`plain(folder, copy)` writes the same result with dequantised weights, as this package's reader has them."""
+
+    def write(folder: Path, copy: Path) -> Path:
+        shutil.copytree(folder, copy)
+        stored = Checkpoint(folder)
+        tensors = {name: tensor.contiguous() for name, tensor in stored.read(stored.shapes).items()}
+        save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+        config = json.loads((folder / "config.json").read_text())
+        del config["quantization_config"]
+        (copy / "config.json").write_text(json.dumps(config))
+        return copy
+
+    return write
+
+
+@pytest.mark.parametrize(("form", "name", "model"), CASES)
+def test_transformers_opens_what_was_written(
+    form: str,
+    name: str,
+    model: dict[str, Any],
+    make_checkpoint: MakeCheckpoint,
+    make_config: MakeConfig,
+    plain: Callable[[Path, Path], Path],
+    tmp_path: Path,
+) -> None:
+    config = make_config(make_checkpoint(**SIZES | model), form=form, quantise=name, sparsity=0.3)
+    report, folder = compress(config), Path(config.output)
+    opened = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    dequantised = load_model(plain(folder, tmp_path / "plain"), device=torch.device("cpu"), dtype=torch.float32)
+    tokens = torch.randint(0, 400, (2, 20))
+    with torch.inference_mode():
+        logits, expected = opened(tokens).logits, dequantised(tokens).logits
+    weights = dict(dequantised.named_parameters())
+    linears = [one for one, module in opened.model.layers.named_modules() if isinstance(module, nn.Linear)]
+    assert linears
+    for linear in linears:  # the first pass has dequantised them
+        read = opened.model.layers.get_submodule(linear).weight
+        torch.testing.assert_close(read, weights[f"model.layers.{linear}.weight"], rtol=1e-6, atol=0)
+    if name == "w4a16":
+        torch.testing.assert_close(logits, expected)
+    stated = json.loads((folder / "config.json").read_text())["quantization_config"]
+    assert "lm_head" in stated["ignore"]
+    assert report.stored_parameters["compressed"] == Checkpoint(folder).num_parameters
+    assert f"the linears of layers as {name}" in (folder / "README.md").read_text()
+    errors = [layer.rounding_errors for layer in report.layers]
+    assert all(0 < error < 0.5 for of_layer in errors for error in of_layer.values())
+    assert {len(of_layer) for of_layer in errors} == {7}
+
+
+@pytest.mark.parametrize("form", ["stock", "per-layer"])
+def test_bytes_are_known_before(form: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
+    """The files have the bytes that are counted from the sizes, and keep below `--max-size`."""
+    folder = make_checkpoint(**SIZES)
+    config = make_config(folder, form=form, quantise="w4a16", sparsity=None, size_bytes=160_000)
+    report, written = compress(config), Path(config.output) / "model.safetensors"
+    assert 100_000 < written.stat().st_size <= 160_000
+    if form == "stock":
+        assert report.footprint is not None
+        header = int.from_bytes(written.read_bytes()[:8], "little") + 8
+        assert report.footprint.result_bytes == written.stat().st_size - header
+        assert predict(config).result_bytes == report.footprint.result_bytes
+
+
+def test_what_is_folded_at_the_end_is_rounded_to_the_nearest(
+    make_checkpoint: MakeCheckpoint, make_config: MakeConfig, plain: Callable[[Path, Path], Path], tmp_path: Path
+) -> None:
+    config = make_config(make_checkpoint(**SIZES), recipe="tcsp", hidden_size=32, quantise="w4a16")
+    report = compress(config)
+    assert not any(layer.rounding_errors for layer in report.layers)
+    whole = make_config(
+        make_checkpoint(**SIZES), recipe="tcsp", hidden_size=32, serve="group=32", output=str(tmp_path / "whole")
+    )
+    compress(whole)
+    small, large = (Checkpoint(Path(one.output)) for one in (config, whole))
+    name = "model.layers.0.mlp.down_proj.weight"
+    error = (small.read_one(name) - large.read_one(name)).norm() / large.read_one(name).norm()
+    assert 0.02 < error < 0.15
+
+
+@pytest.mark.parametrize("form", ["stock", "per-layer"])
+def test_an_interrupted_run_ends_with_the_same_bytes(
+    form: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+) -> None:
+    config = make_config(make_checkpoint(**SIZES), form=form, quantise="w4a16", resume=True)
+    stop_before(1, partial(compress, config))
+    compress(config)
+    assert contents(Path(config.output)) == undisturbed(config)
+
+
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({}, {"form": "gguf"}, "give --bits"),
+    ({}, {"budget": "bytes"}, "give --max-size"),
+    ({"hidden": 40, "width": 64}, {}, "do not divide the 40 and 64 inputs"),
+    ({"family": "gpt2"}, {}, "linears of the class Conv1D"),
+    ({"family": "qwen3_moe"}, {}, "mixtures of experts"),
+    ({}, {"serve": "engine=mlx"}, "MLX does not open"),
+    ({}, {"serve": "group=48"}, "groups of 48 do not divide"),
+]
+
+
+@pytest.mark.parametrize(("model", "options", "said"), REFUSED, ids=[said for *_, said in REFUSED])
+def test_refusals(
+    model: dict[str, Any], options: dict[str, Any], said: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+) -> None:
+    folder = make_checkpoint(**SIZES | model)
+    with pytest.raises((ConfigError, PlanError), match=said):
+        compress(make_config(folder, quantise="w4a16", **options))
+
+
+def test_the_missing_package_is_named(
+    make_checkpoint: MakeCheckpoint, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(PlanError, match=r"pip install 'oneshot-llm\[compressed\]'"):
+        compress(make_config(make_checkpoint(**SIZES), quantise="w8a8"))
