@@ -134,7 +134,7 @@ def add_output_form(group: Any) -> None:
     names = get_args(QuantiseName)
     shown = f"round the linears of layers for vLLM and transformers: {', '.join(names)} (default: none is rounded)"
     group.add_argument("--quantise", type=OneOf(names), metavar="NAME", help=shown)
-    group.add_argument("--tie", action="store_true", help="store one table for a head that is a copy of the embedding")
+    group.add_argument("--tie", action="store_true", help=argparse.SUPPRESS)  # a run says where it helps
     group.add_argument("--overwrite", action="store_true", help="replace the output if it exists")
     group.add_argument("--resume", action="store_true", help="continue an interrupted run if there is one")
 
