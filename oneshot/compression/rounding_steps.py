@@ -1,4 +1,4 @@
-"""When the linears of a sublayer are rounded: its readers before the writer is measured, and that after its correction."""
+"""When linears are rounded: those that read the input before the writer is measured, and the writer after that."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
