@@ -2,6 +2,7 @@
 
 import reprlib
 from dataclasses import fields
+from functools import cache
 from numbers import Integral, Real
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -50,8 +51,8 @@ def display(name: str, value: Any) -> str:
 
 def check_values(record: Any) -> None:
     """Raise `ConfigError` if a field of a dataclass has a value of another type, or a word outside its vocabulary."""
-    for name, hint in get_type_hints(type(record)).items():
-        value, kinds = getattr(record, name), _members(hint)
+    for name, kinds in _kinds_of_fields(type(record)).items():
+        value = getattr(record, name)
         words = [kind for kind in kinds if isinstance(kind, str)]
         if isinstance(value, str) and words and value not in words:
             expected = "a number or " if _takes_numbers(kinds) else "one of "
@@ -60,6 +61,12 @@ def check_values(record: Any) -> None:
         if not any(_is(value, kind) for kind in kinds):
             stated = f"{display(name, reprlib.repr(value))} is of the type {type(value).__name__}"
             raise ConfigError(f"{stated}; give {_described(kinds)}.")
+
+
+@cache  # resolving the annotations of a class takes milliseconds, and planning makes many records
+def _kinds_of_fields(record: type) -> dict[str, list[Any]]:
+    """Return the types and words that every field of a dataclass takes."""
+    return {name: _members(hint) for name, hint in get_type_hints(record).items()}
 
 
 def _members(hint: Any) -> list[Any]:
