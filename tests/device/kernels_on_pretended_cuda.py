@@ -123,7 +123,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dtypes = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
     with pretend() as log, torch.inference_mode():
-        found = [each for rank in (SIZE // 4, SIZE // 2) for each in pivots(log, rank)]
+        found = [each for rank in (SIZE // 8, SIZE // 4) for each in pivots(log, rank)]
         for case in product((65, 1100), dtypes, dtypes[2:]):
             found += sums(log, *case)
         found.append({"name": "mixed devices", "message": mixed()})

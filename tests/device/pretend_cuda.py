@@ -98,11 +98,16 @@ def site() -> str:
     """Return the innermost line of the project, tests apart, that is being run."""
     frame = sys._getframe(1)
     while frame is not None:
-        name = frame.f_code.co_filename
-        if name.startswith(PACKAGES):  # not the environment, which may be in the same folder
-            return f"{name[len(ROOT) :]}:{frame.f_lineno}"
+        if path := _path_in_project(frame.f_code.co_filename):
+            return f"{path}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return "elsewhere"
+
+
+@cache
+def _path_in_project(path: str) -> str:
+    """Return a file's path from the root if it is of the packages; the environment may be in the same folder."""
+    return path[len(ROOT) :] if path.startswith(PACKAGES) else ""
 
 
 class PretendCuda(torch.Tensor):
@@ -206,7 +211,9 @@ def _run(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     name = _name(function)
     tensors = _tensors((*args, *kwargs.values()))
     device_tensors = [each for each in tensors if _on_device(each)]
-    host_args, host_kwargs = _mapped(_host, args), _mapped(_host, kwargs)
+    host_args, host_kwargs = args, dict(kwargs)
+    if device_tensors:
+        host_args, host_kwargs = _mapped(_host, args), _mapped(_host, host_kwargs)
     asked = host_kwargs.get("device")
     if _is_cuda(asked):
         host_kwargs["device"] = torch.device("cpu")
@@ -275,6 +282,8 @@ def _tensors(value: Sequence[Any]) -> list[torch.Tensor]:
 
 def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
     """Return lists, tuples and dictionaries with every value in them changed."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
     if isinstance(value, list | tuple):
         return type(value)([_mapped(change, part) for part in value])
     if isinstance(value, dict):
