@@ -195,8 +195,8 @@ def imatrix(config: Config, *, show_progress: Shown | Tracker = False) -> Path:
         _begin_measuring(run, Schedule(measures_importance=True))
         config_of_model = complete_text_config(model.family, model.checkpoint.config)
         text, layers = run.text, model.shape.num_hidden_layers
-        with ProgressBar(run.tracker, num_layers=layers, total=text.num_tokens, stage="importance") as progress:
-            squares = measure_importance(model, text, run.machine, advance=progress.advance)
+        progress = ProgressBar(run.tracker, num_layers=layers, total=text.num_tokens, stage="importance")
+        squares = measure_importance(model, text, run.machine, advance=progress.advance)
         if run.machine.workers.is_main:
             try:
                 write_imatrix(path, squares, names, config.text, config_of_model)

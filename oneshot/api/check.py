@@ -15,7 +15,7 @@ from oneshot.config import Config
 from oneshot.errors import CalibrationError, OneshotError, OutputError, cause, printable
 from oneshot.evaluation import kind_of, load_model, perplexity, was_cut
 from oneshot.export import FORMS
-from oneshot.footprint.check_memory import ANSWER_TOKENS, LONGEST_WINDOW, num_windows
+from oneshot.footprint.check import ANSWER_TOKENS, LONGEST_WINDOW, num_windows
 from oneshot.machine import resolve_device
 from oneshot.machine.dtype import COMPUTE_DTYPES
 from oneshot.machine.memory import peak_bytes, peak_device_bytes, release_heap, reset_peak

@@ -4,10 +4,10 @@
 """
 
 from oneshot.footprint.bounds import Bounds, current_bounds, fits, load_libraries, predict_footprint
-from oneshot.footprint.check_memory import check_stages
+from oneshot.footprint.check import check_stages
 from oneshot.footprint.conversion import refuse_conversion, with_conversion
 from oneshot.footprint.disk import offload_folder
-from oneshot.footprint.stages import stage_seconds
+from oneshot.footprint.seconds import stage_seconds
 from oneshot.footprint.work import Work, describe_work
 
 __all__ = [

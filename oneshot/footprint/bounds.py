@@ -12,6 +12,7 @@ from oneshot_kernels import cholesky_pivots_
 from oneshot.checkpoint import Model
 from oneshot.config import MachineOptions
 from oneshot.errors import MemoryLimitError
+from oneshot.footprint.check import check_seconds
 from oneshot.footprint.disk import offload_folder, refuse_full_disk, scaffold_bytes, scratch_bytes
 from oneshot.footprint.expert_memory import group_sizes, num_groups
 from oneshot.footprint.memory import (
@@ -24,7 +25,7 @@ from oneshot.footprint.memory import (
     stages_outside_layers,
 )
 from oneshot.footprint.rates import measure_rates
-from oneshot.footprint.seconds import check_seconds, predicted_phases
+from oneshot.footprint.seconds import predicted_phases
 from oneshot.footprint.terms import Stage
 from oneshot.footprint.work import Work
 from oneshot.machine import Machine, Store

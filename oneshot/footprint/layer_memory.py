@@ -3,6 +3,7 @@
 from functools import cached_property
 
 from oneshot.compression.rounding import PANEL_ROWS
+from oneshot.compression.sublayer import takes_sketch
 from oneshot.footprint import expert_memory, terms
 from oneshot.footprint.terms import BATCH, DOUBLE, FLOAT, Stage, Term, computed, largest
 from oneshot.footprint.work import Work
@@ -101,24 +102,22 @@ class _Layer:
             terms.correction(work, heads, heads // 2, residual=residual),
             computed(4 * DOUBLE * heads * heads) if work.method.heads == "id" else Term(0),
         )
-        gram = terms.finished(work, heads, residual=residual)
+        gram = _finished(work, heads, residual=residual)
         return [
-            Stage(
-                "the statistics of the heads", (*self.held, *terms.summed(work, heads, residual=residual), self.batch)
-            ),
+            Stage("the statistics of the heads", (*self.held, *_summed(work, heads, residual=residual), self.batch)),
             Stage("the factorisation of the heads", (*self.held, *gram, self.batch, solved)),
         ]
 
     def _neurons(self) -> list[Stage]:
         work, size, residual = self.work, self.size, self.work.schedule.two_streams
-        summed_sketch = terms.sketch(work, DOUBLE + FLOAT)
-        summed, gram = (each(work, size, residual=residual) for each in (terms.summed, terms.finished))
+        summed_sketch = _sketch(work, DOUBLE + FLOAT)
+        summed, gram = (each(work, size, residual=residual) for each in (_summed, _finished))
         listed = [Stage("the statistics of the neurons", (*self.held, *summed, summed_sketch, self.batch))]
         if residual:
             gathered = (*gram, summed_sketch, self.target, computed(4 * FLOAT * self.hidden * size))
             listed.append(Stage("the residual of the neurons", (*self.held, *gathered)))
         solved = largest(self._choice, terms.correction(work, size, self.kept_size, residual=residual))
-        factorised = (*self.base, *gram, terms.sketch(work), solved, self.target)
+        factorised = (*self.base, *gram, _sketch(work), solved, self.target)
         return [*listed, Stage("the factorisation of the neurons", factorised)]
 
     def _experts(self) -> list[Stage]:
@@ -147,7 +146,7 @@ class _Layer:
         held = (*self.base, *self.folded, *copies, self.batch, terms.activations(work, kept))
         again = (terms.gram(work, size, residual=True), terms.correction(work, size, size, residual=True))
         return [
-            Stage("the correction of up_proj", (*held, *terms.up_proj(work, kept))),
+            Stage("the correction of up_proj", (*held, *_up_proj(work, kept))),
             Stage("the statistics of down_proj behind it", (*held, *terms.sums(work, size, residual=True))),
             Stage("the correction of down_proj behind it", (*held, *again)),
         ]
@@ -158,3 +157,28 @@ class _Layer:
         written = 2 if slices else 1  # folded layers are float32 before they are cast
         out = Term((2 + written + terms.cast_share(self.work)) * self.share * self.work.layer_bytes)
         return Stage("writing a layer", (*self.base, *self.folded, out, product))
+
+
+def _finished(work: Work, size: int, *, residual: bool) -> tuple[Term, ...]:
+    """Return the `gram`; if a ridge is chosen by a held-out slice, also the slice's and the rest's."""
+    return (terms.gram(work, size, residual=residual),) * (3 if work.method.holds_out else 1)
+
+
+def _summed(work: Work, size: int, *, residual: bool) -> tuple[Term, ...]:
+    """Return what the statistics of `finished` are summed in."""
+    whole = terms.sums(work, size, residual=residual)
+    return (*whole, whole[0]) if work.method.holds_out else whole
+
+
+def _sketch(work: Work, itemsize: int = FLOAT) -> Term:
+    """Return the sketch `S A`; while it is summed a number takes `DOUBLE + FLOAT`. Nothing without a sketch."""
+    width = work.shape.intermediate_size
+    rows = work.method.rows_of_sketch(width) if takes_sketch(work.method) else 0
+    return computed(itemsize * rows * width, ("--set sketch_size=",))
+
+
+def _up_proj(work: Work, kept: int) -> tuple[Term, ...]:
+    """Return both factors of the preconditioner, what they are made of, and the steps of conjugate gradients."""
+    hidden = work.shape.hidden_size
+    factors = (2 * FLOAT + DOUBLE) * kept * kept + (FLOAT + DOUBLE) * hidden * hidden
+    return computed(factors), computed((6 * FLOAT + 4 * DOUBLE) * kept * hidden)

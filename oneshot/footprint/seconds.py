@@ -1,4 +1,4 @@
-"""Predicted seconds of the stages of a run: their operations over the measured rates of this machine.
+"""Predicted seconds of the stages of a run: their operations over the rates of a machine, measured or a usual one's.
 
 They are right to a factor of two. Downloads, disks, and other work on the machine are not included. Constants of a
 device were measured on an H100 (rows of `benchmarks/results/gpu.jsonl`).
@@ -11,7 +11,6 @@ from oneshot.compression.expert_correction import solved_together
 from oneshot.compression.expert_removal import TOKENS_TOGETHER
 from oneshot.compression.statistics import batches_apart
 from oneshot.compression.up_proj import UP_BATCHES
-from oneshot.footprint.check_memory import ANSWER_TOKENS, LONGEST_WINDOW, num_windows
 from oneshot.footprint.expert_memory import as_profiled, num_groups, profiles
 from oneshot.footprint.rates import Rates
 from oneshot.footprint.terms import choice_cost
@@ -24,13 +23,12 @@ from oneshot.profiling.embedding import EMBEDDING_PROBES
 from oneshot.profiling.probes import num_probes, probe_sequences
 from oneshot.profiling.profiler import STATISTICS_SEQUENCES
 from oneshot.stream import EXPERTS_TOGETHER
-from oneshot.text import NUM_KINDS, SELF, TOKENS_OF_A_KIND
+from oneshot.text import SELF
 from oneshot.text.self_written import DOCUMENT_TOKENS
 
 PROBED_CHANGES = 4  # forward passes of probes through a layer: the dense one, and reduced ones beside it
 SUMMED_BYTES = 32  # moved for a number of a batch: zero, sum and read in float32, then added in float64
 START_SECONDS = 3.0  # tokenizer, headers, report, and what libraries do when a device uses them first
-CHECK_START_SECONDS = 2.0  # the text is read again
 STEP_FACTOR = 10  # of a forward pass of a CPU while it writes a single text
 BATCHED_STEP_FACTOR = 1.3  # the same of many texts at once, whose keys and values are read for every token
 STEP_SECONDS = 2e-3  # of a layer while a device writes text token by token; to a factor of 1.3
@@ -47,13 +45,17 @@ LAUNCH_SECONDS = 1.07e-5  # of an operation that the host launches on a device
 # operations: to choose and solve an expert, as counted on the pretended device; to sum rows of several, and effects
 EXPERT_LAUNCHES, ARRIVAL_LAUNCHES, EFFECT_LAUNCHES = 95, 17, 7
 
+# Rates of a usual machine: two cores of a server, measured in float32, and an H100 (`benchmarks/gpu_estimate.py`).
+USUAL_CPU = Rates(4e10, 4e10, 2e10, 2e10, pivoted=1e10)
+USUAL_DEVICE = Rates(499e12, 499e12, 50.4e12, 61.2e12, pivot_seconds=6.5e-6, bandwidth=2.76e12, link=54.9e9)
+
 Seconds = dict[str, float]  # by phase
 
 
 def predicted_phases(work: Work, rates: Rates, store: Store = "device") -> dict[str, Seconds]:
     """Return the seconds by stage and phase. `store`: where activations are kept."""
     shape = work.shape
-    layers, forward = shape.num_hidden_layers, _forward(work, rates)
+    layers, forward = shape.num_hidden_layers, operations_of_token(work, rates)
     stages: dict[str, Seconds] = {"prepare": {"start": START_SECONDS}}
     if SELF in work.source_tokens:
         stages["prepare"]["own text"] = _own_text(work, rates)
@@ -78,26 +80,37 @@ def predicted_phases(work: Work, rates: Rates, store: Store = "device") -> dict[
     return stages
 
 
-def check_seconds(work: Work, rates: Rates) -> float:
-    """Return the seconds of the check of a result, in which two models score windows and answer a question."""
-    forward, layers = _forward(work, rates), work.shape.num_hidden_layers
-    head = 2 * work.shape.vocab_size * work.shape.hidden_size
-    scored = num_windows(work.text.num_sequences) * min(work.text.sequence_length, LONGEST_WINDOW)
-    scored += NUM_KINDS * TOKENS_OF_A_KIND
-    answered = ANSWER_TOKENS * (STEP_SECONDS * layers if rates.on_device else 0.0)
-    if not rates.on_device:  # each token reads all weights
-        answered = ANSWER_TOKENS * STEP_FACTOR * (layers * forward + head) / rates.stream
-    return CHECK_START_SECONDS + 2 * (scored * (layers * forward + head) / rates.stream + answered)
+def stage_seconds(work: Work, store: Store) -> dict[str, float]:
+    """Return the stages in order, with seconds on a usual machine: only their ratios are meant.
+
+    A stage has 0 if its seconds do not depend on how fast the machine computes.
+    """
+    phases = predicted_phases(work, USUAL_DEVICE if work.on_cuda else USUAL_CPU, store)
+    stages, written = {"reading": 0.0}, phases.pop("prepare").get("own text", 0.0)
+    if written:
+        stages["writing text"] = written
+    for name, seconds in phases.items():
+        embedding = seconds.pop("embedding", 0.0)
+        stages[name] = sum(seconds.values())
+        if embedding:
+            stages["ranks of the embedding"] = embedding
+        if name == "profile" and work.plan is not None:
+            stages["planning the sizes of the layers"] = 0.0
+    written_last = {} if work.plan is None else {"writing": 0.0}
+    last = {"importance": stages.pop("importance")} if "importance" in stages else {}
+    return stages | written_last | last
 
 
 def _own_text(work: Work, rates: Rates) -> float:
     """Return the seconds in which the model writes text, token by token; 0 if it writes none."""
-    written, layers, forward = work.source_tokens.get(SELF, 0), work.shape.num_hidden_layers, _forward(work, rates)
+    written, layers = work.source_tokens.get(SELF, 0), work.shape.num_hidden_layers
     if not written:
         return 0.0
     if not rates.on_device:
         documents = min(work.documents_together, math.ceil(written / DOCUMENT_TOKENS))  # each step reads all weights
-        passes = written * (layers * forward + 2 * work.shape.vocab_size * work.shape.hidden_size)
+        passes = written * (
+            layers * operations_of_token(work, rates) + 2 * work.shape.vocab_size * work.shape.hidden_size
+        )
         return (BATCHED_STEP_FACTOR + STEP_FACTOR / documents) * passes / rates.stream
     steps = math.ceil(written / DOCUMENT_TOKENS / work.documents_together) * DOCUMENT_TOKENS
     return steps * layers * max(STEP_SECONDS, work.shape.layer_parameters() * work.dtype.itemsize / rates.bandwidth)
@@ -156,7 +169,7 @@ def _profile(work: Work, forward: float, rates: Rates) -> Seconds:
     if "experts" in kinds:  # of one expert more for each token
         seconds["forward"] += layers * read * forward / rates.stream
     if rates.on_device:
-        seconds["condition"] = layers * ffns * _condition(3 / 4 * size) / _together(work)
+        seconds["condition"] = layers * ffns * _condition(work, 3 / 4 * size)
         seconds["launches"] = layers * _launches(work, read, passes, effects="experts" in kinds)
         if ffns:  # of the narrower experts, and of their curves
             seconds["solve"] += 2 * layers * _latency(work)
@@ -195,7 +208,7 @@ def _layer_seconds(work: Work, kept: float, forward: float, rates: Rates, store:
         seconds["solve"] += ffns * solved / rates.double
         seconds["energies"] += ffns * 4 * size**2 * hidden / rates.energies
         if rates.on_device:
-            seconds["condition"] += ffns * _condition(kept) / _together(work)
+            seconds["condition"] += ffns * _condition(work, kept)
     if schedule.corrects_up:
         steps = method.up_steps
         there_and_back = 2 * hidden * (3 * size + (6 + 5 * steps) * kept)
@@ -238,7 +251,7 @@ def _low_rank(work: Work, rates: Rates) -> float:
     return (products + linears * 24 * size**3) / rates.energies
 
 
-def _forward(work: Work, rates: Rates) -> float:
+def operations_of_token(work: Work, rates: Rates) -> float:
     """Return the operations of a token in a layer; of a device's experts, also as many as their copies take."""
     shape = work.shape
     parameters = shape.layer_parameters() if shape.experts is None else shape.active_parameters()
@@ -265,15 +278,11 @@ def _launches(work: Work, tokens: float, passes: int, *, effects: bool) -> float
     return (count * EXPERT_LAUNCHES + blocks * of_block) * LAUNCH_SECONDS
 
 
-def _together(work: Work) -> int:
-    """Return how many condition numbers are estimated in the time of one."""
-    shape = work.shape
-    return 1 if shape.experts is None else solved_together(shape.intermediate_size, shape.hidden_size, work.device)
-
-
-def _condition(size: float) -> float:
-    """Return the seconds of an estimate of a condition number on a device."""
-    return 2 * CONDITION_STEPS * SOLVE_SECONDS * size
+def _condition(work: Work, size: float) -> float:
+    """Return the seconds of an estimate of a condition number; a device takes those of several experts at once."""
+    sizes = work.shape.intermediate_size, work.shape.hidden_size
+    together = 1 if work.shape.experts is None else solved_together(*sizes, work.device)
+    return 2 * CONDITION_STEPS * SOLVE_SECONDS * size / together
 
 
 def _heads(work: Work) -> int:

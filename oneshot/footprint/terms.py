@@ -192,24 +192,6 @@ def sums(work: Work, size: int, *, residual: bool) -> tuple[Term, ...]:
     return computed(DOUBLE * numbers), computed(max(_panel(work, size), FLOAT * size * size))
 
 
-def finished(work: Work, size: int, *, residual: bool) -> tuple[Term, ...]:
-    """Return the `gram`; if a ridge is chosen by a held-out slice, also the slice's and the rest's."""
-    return (gram(work, size, residual=residual),) * (3 if work.method.holds_out else 1)
-
-
-def summed(work: Work, size: int, *, residual: bool) -> tuple[Term, ...]:
-    """Return what the statistics of `finished` are summed in."""
-    whole = sums(work, size, residual=residual)
-    return (*whole, whole[0]) if work.method.holds_out else whole
-
-
-def sketch(work: Work, itemsize: int = FLOAT) -> Term:
-    """Return the sketch `S A`; while it is summed a number takes `DOUBLE + FLOAT`. Nothing without a sketch."""
-    width = work.shape.intermediate_size
-    rows = work.method.rows_of_sketch(width) if takes_sketch(work.method) else 0
-    return computed(itemsize * rows * width, ("--set sketch_size=",))
-
-
 def _panel(work: Work, size: int) -> int:
     """Return the bytes of the products that are added to a Gram at once."""
     width = DEVICE_PANEL_WIDTH if work.on_cuda else PANEL_WIDTH
@@ -268,13 +250,6 @@ def directions(work: Work) -> Term:
     rows = max(shape.intermediate_size, (shape.num_attention_heads + shape.num_key_value_heads) * shape.head_dim)
     metric = (FLOAT + DOUBLE) * shape.query_key_width**2 * work.schedule.weighs_output
     return computed(DOUBLE * (6 * size * size + 3 * rows * size) + metric)
-
-
-def up_proj(work: Work, kept: int) -> tuple[Term, ...]:
-    """Return both factors of the preconditioner, what they are made of, and the steps of conjugate gradients."""
-    hidden = work.shape.hidden_size
-    factors = (2 * FLOAT + DOUBLE) * kept * kept + (FLOAT + DOUBLE) * hidden * hidden
-    return computed(factors), computed((6 * FLOAT + 4 * DOUBLE) * kept * hidden)
 
 
 def output_head(work: Work) -> Term:

@@ -1,6 +1,5 @@
 """One result of a run: its plan, its stages, and what they take, all known before any work."""
 
-import json
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -206,8 +205,7 @@ class Job:
         """Return the report at the output if it is this job's: of the same options, input and code."""
         path = self.output / REPORT_NAME
         try:
-            values = json.loads(path.read_bytes())
-            report = Report.from_dict(values)
+            report = Report.read(path)
         except FileNotFoundError:  # another run replaces the result
             return None
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

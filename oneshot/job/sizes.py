@@ -107,18 +107,18 @@ def _find_subspaces(job: Job) -> None:
     """Find the subspaces of a smaller hidden size, and the widths that suit them."""
     plan, run, method, target = job.plan, job.run, job.run.method, job.config.target
     assert plan.hidden is not None
-    with ProgressBar(
+    progress = ProgressBar(
         run.tracker, num_layers=run.model.shape.num_hidden_layers, total=run.text.num_tokens, stage="hidden size"
-    ) as progress:
-        subspaces = find_subspaces(
-            run.model,
-            run.text,
-            plan.hidden.group_of,
-            run.machine,
-            token_weighting=method.token_weighting,
-            shared_weight=method.shared_weight,
-            advance=progress.advance,
-        )
+    )
+    subspaces = find_subspaces(
+        run.model,
+        run.text,
+        plan.hidden.group_of,
+        run.machine,
+        token_weighting=method.token_weighting,
+        shared_weight=method.shared_weight,
+        advance=progress.advance,
+    )
     if method.allocation == "error" and not target.states_hidden_size and plan.hidden.num_groups > 1:
         plan = spread_hidden_sizes(run.grid, plan, subspaces.energies, budget=job.budget, round_to=target.round_to)
     assert plan.hidden is not None

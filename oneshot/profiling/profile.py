@@ -45,19 +45,17 @@ def make_profile(
     profiler = LayerProfiler(
         model, machine, text, head_unit=unit, damping=method.fixed_damping, probed=kinds, curvature=curvature
     )
-    with ProgressBar(tracker, num_layers=num_layers, total=profiler.states.num_tokens, stage="profile") as progress:
-        profiler.states.advance = progress.advance
-        for layer, tensors in enumerate(layers()):
-            profiler.profile_layer(layer, tensors)
-            del tensors  # free before the next layer is waited for
+    progress = ProgressBar(tracker, num_layers=num_layers, total=profiler.states.num_tokens, stage="profile")
+    profiler.states.advance = progress.advance
+    for layer, tensors in enumerate(layers()):
+        profiler.profile_layer(layer, tensors)
+        del tensors  # free before the next layer is waited for
     embedding = no_embedding_profile()
     if with_embedding:
         marks = special_tokens(load_tokenizer(model.checkpoint.folder), model.shape.vocab_size)
         steps = embedding_steps(model)
-        with ProgressBar(tracker, total=steps, stage="ranks of the embedding", unit="steps") as progress:
-            embedding = profile_embedding(
-                model, profiler.states, profiler.text, marks, layers, advance=progress.advance
-            )
+        progress = ProgressBar(tracker, total=steps, stage="ranks of the embedding", unit="steps")
+        embedding = profile_embedding(model, profiler.states, profiler.text, marks, layers, advance=progress.advance)
     tracker.step("comparing outputs", brief=True)
     origin = ProfileOrigin(
         model_hash=model.checkpoint.content_hash(),

@@ -1,6 +1,5 @@
 """What is added to a finished result's report, page and card: the check at its end, and later evaluations."""
 
-import json
 import logging
 import re
 from dataclasses import replace
@@ -9,7 +8,7 @@ from pathlib import Path
 from oneshot.errors import cause
 from oneshot.json_text import json_text
 from oneshot.machine.durable import alone_in, seal, write_whole
-from oneshot.report.card import CARD_NAME, PAGE_NAME, QUALITY, REPORT_NAME, code, escaped
+from oneshot.report.card import CARD_NAME, PAGE_NAME, QUALITY, REPORT_NAME, code, escaped, markdown_table
 from oneshot.report.page import report_page
 from oneshot.report.records import Check, Report
 from oneshot.report.sharing import shared_name
@@ -77,7 +76,7 @@ def add_evaluation(folder: Path, evaluation: Comparison, measured: str | None = 
         return False
     try:
         with alone_in(folder):
-            report = Report.from_dict(json.loads(path.read_bytes()))
+            report = Report.read(path)
             if measured is not None and identity_of(report) != measured:
                 logger.warning(
                     "Another run replaced %s meanwhile, so the evaluation is not added to its report.", folder
@@ -106,7 +105,7 @@ def stored_evaluations(folder: Path) -> tuple[Comparison, ...]:
 
 def _stored(folder: Path) -> Report | None:
     try:
-        return Report.from_dict(json.loads((folder / REPORT_NAME).read_bytes()))
+        return Report.read(folder / REPORT_NAME)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
@@ -148,6 +147,5 @@ def _add_tables(path: Path, evaluations: tuple[Comparison, ...]) -> None:
 def _as_markdown(evaluation: Comparison) -> str:
     """Return the date, the table and the sentences of an evaluation."""
     headings, *rows = ([escaped(cell) for cell in line] for line in evaluation.table())
-    lines = [headings, ["---"] * len(headings), *rows]
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    table = markdown_table(headings, rows)
     return "\n\n".join([f"Measured {evaluation.when}:", table, *map(escaped, evaluation.words)])

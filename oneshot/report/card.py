@@ -155,8 +155,7 @@ def _served(report: Report) -> str:
 
 
 def _warnings(report: Report) -> str:
-    found = [*report.warnings, *(warning for layer in report.layers for warning in layer.warnings)]
-    return "".join(f"- Warning of the run: {escaped(warning)}\n" for warning in dict.fromkeys(found))
+    return "".join(f"- Warning of the run: {escaped(warning)}\n" for warning in report.all_warnings)
 
 
 def _layer_section(report: Report) -> str:
@@ -164,9 +163,12 @@ def _layer_section(report: Report) -> str:
     headings, rows = layer_table(report)
     if not headings:
         return ""
-    lines = [headings, ["---"] * len(headings), *rows]
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return f"\n<details><summary>Kept sizes by layer</summary>\n\n{table}\n\n</details>\n"
+    return f"\n<details><summary>Kept sizes by layer</summary>\n\n{markdown_table(headings, rows)}\n\n</details>\n"
+
+
+def markdown_table(headings: list[str], rows: list[list[str]]) -> str:
+    """Return a table of cells that are Markdown already."""
+    return "\n".join(f"| {' | '.join(line)} |" for line in [headings, ["---"] * len(headings), *rows])
 
 
 def _stored_as(report: Report) -> str:

@@ -12,7 +12,7 @@ from oneshot.report.layer_table import layer_table
 from oneshot.report.mixture import COLUMNS, mixture_rows
 from oneshot.report.plots import curve_plot, errors_plot, sizes_plot
 from oneshot.report.records import LayerReport, Report
-from oneshot.report.words import NOTHING, by_kind, duration, verdict
+from oneshot.report.words import NOTHING, by_kind, duration, show, verdict
 
 
 def report_page(report: Report) -> str:
@@ -26,7 +26,6 @@ def report_page(report: Report) -> str:
         for number, layer in enumerate(report.plan["layers"])
         if any(layer[f"{kind}_rank"] is not None for kind in RANKED_KINDS)
     }
-    warnings = dict.fromkeys([*report.warnings, *(one for layer in report.layers for one in layer.warnings)])
     return _template().render(
         report=report,
         name=name,
@@ -34,7 +33,7 @@ def report_page(report: Report) -> str:
         headings=headings,
         size_rows=rows,
         groups=_grouped(report, ranked),
-        warnings=list(warnings),
+        warnings=report.all_warnings,
         nothing=NOTHING,
         plan={name: value for name, value in report.plan.items() if name != "layers"},
         sizes_plot=sizes_plot(report),
@@ -66,14 +65,10 @@ def _span(layers: list[LayerReport]) -> str:
 def _template() -> Template:
     """Return the compiled template."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"show": _show, "duration": duration, "verdict": verdict}
+    environment.filters |= {"show": show, "duration": duration, "verdict": verdict}
     environment.filters |= {"by_kind": by_kind, "words": _words}
     text = resources.files("oneshot.report").joinpath("page.html.jinja").read_text(encoding="utf-8")
     return environment.from_string(text)
-
-
-def _show(value: float | None, spec: str) -> str:
-    return "–" if value is None else format(value, spec)
 
 
 def _words(value: Any) -> str:

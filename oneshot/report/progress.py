@@ -147,7 +147,7 @@ def following(shown: Shown | Tracker) -> Iterator[Tracker]:
 
 
 class ProgressBar:
-    """Count how much of a text passed the layers of a stage, or other units. A context manager.
+    """Count how much of a text passed the layers of a stage, or other units.
 
     Args:
         tracker: who shows it. num_layers: layers that all of the text passes. total: tokens of the text, bytes or other
@@ -163,12 +163,6 @@ class ProgressBar:
         self._passed, self._note = 0.0, ""
         if stage is not None:
             tracker.enter(stage)
-
-    def __enter__(self) -> "ProgressBar":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
 
     def advance(self, passed: float) -> None:
         """Count tokens that passed a part of a layer, or other units."""

@@ -1,7 +1,9 @@
 """Records of what a run took and what came out."""
 
+import json
 import math
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from oneshot.json_text import numbers
@@ -219,9 +221,19 @@ class Report:
     further_parameters: dict[str, int] | None = None
     mixture: dict[str, Any] | None = None
 
+    @property
+    def all_warnings(self) -> list[str]:
+        """Return the warnings of the run and of its layers, each once."""
+        return list(dict.fromkeys([*self.warnings, *(one for layer in self.layers for one in layer.warnings)]))
+
     def to_dict(self) -> dict[str, Any]:
         """Return the record as plain JSON values."""
         return asdict(self)
+
+    @staticmethod
+    def read(path: Path) -> "Report":
+        """Return the report of a file; raises what reading it, JSON and `from_dict` do."""
+        return Report.from_dict(json.loads(path.read_bytes()))
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> "Report":

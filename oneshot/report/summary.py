@@ -58,7 +58,7 @@ def summary(
     if allowed is not None and check is not None and check.lost_nats is not None:
         rise = math.expm1(check.lost_nats)
         lines.append(("loss", f"perplexity {rise:+.1%} over the kinds of text, {allowed:.1%} was allowed"))
-    warnings = {*report.warnings, *(warning for layer in report.layers for warning in layer.warnings)}
+    warnings = set(report.all_warnings)
     lines += [("warning", warning) for warning in sorted(warnings.difference(told))]
     again = len(warnings.intersection(told))
     lines += [("warning", f"{again} while it ran (also in {output}/{PAGE_NAME})")] * bool(again)

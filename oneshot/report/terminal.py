@@ -14,7 +14,7 @@ from oneshot.planning import Profile
 from oneshot.report.layer_table import layer_table
 from oneshot.report.mixture import COLUMNS, mixture_rows
 from oneshot.report.records import Footprint, Report, SublayerReport, grouped_experts
-from oneshot.report.words import OPENED, duration, gibibytes
+from oneshot.report.words import OPENED, duration, gibibytes, show
 
 WIDTH = 80
 DRY_RUN = "dry run: only headers are read, nothing is written"
@@ -250,11 +250,6 @@ def divergence_name(dense_shape: dict[str, Any]) -> str:
     if dense_shape["causal"]:
         return "predicted KL divergence of the output, nats per token"
     return "predicted change of the last hidden states, half its squared norm over theirs"
-
-
-def show(value: float | None, spec: str) -> str:
-    """Return a formatted number; a dash for None."""
-    return "–" if value is None else format(value, spec)
 
 
 def open_console() -> Console:

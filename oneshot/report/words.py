@@ -70,3 +70,8 @@ def size(bytes_: float) -> str:
 def gibibytes(bytes_: float) -> str:
     """Return bytes of memory as `1.25 GiB`."""
     return f"{bytes_ / 2**30:.2f} GiB"
+
+
+def show(value: float | None, spec: str) -> str:
+    """Return a formatted number; a dash for None."""
+    return "–" if value is None else format(value, spec)

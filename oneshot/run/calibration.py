@@ -176,20 +176,20 @@ class Calibration:
         """Let the model write the text."""
         length = self._config.text.sequence_length
         capacity = device_capacity(machine.device, self._config.machine.max_device_memory_bytes)
-        with ProgressBar(self._tracker, total=num_sequences * length, stage="writing text") as progress:
-            text = write_text(
-                self._model.checkpoint.folder,
-                tokenizer,
-                num_sequences=num_sequences,
-                sequence_length=length,
-                seed=self._config.seed,
-                device=machine.device,
-                dtype=machine.dtype,
-                max_memory_bytes=self._config.machine.max_memory_bytes,
-                together=documents_together(self._model.shape, machine.dtype, capacity),
-                advance=progress.advance,
-                load=_load_whole,
-            )
+        progress = ProgressBar(self._tracker, total=num_sequences * length, stage="writing text")
+        text = write_text(
+            self._model.checkpoint.folder,
+            tokenizer,
+            num_sequences=num_sequences,
+            sequence_length=length,
+            seed=self._config.seed,
+            device=machine.device,
+            dtype=machine.dtype,
+            max_memory_bytes=self._config.machine.max_memory_bytes,
+            together=documents_together(self._model.shape, machine.dtype, capacity),
+            advance=progress.advance,
+            load=_load_whole,
+        )
         self._model.checkpoint.log_all()  # the text comes from all weights, which transformers has read
         return text
 

@@ -19,7 +19,7 @@ from oneshot.api.check import quick_check, weight_bytes
 from oneshot.checkpoint import locate_checkpoint
 from oneshot.cli.main import main
 from oneshot.evaluation import perplexity
-from oneshot.footprint.check_memory import ANSWER_TOKENS
+from oneshot.footprint.check import ANSWER_TOKENS
 from oneshot.pipeline import compress
 from oneshot.report.card import QUALITY, REPORT_NAME
 from oneshot.report.records import Check

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from factories import MakeCheckpoint, MakeConfig
 
-from oneshot.footprint.stages import stage_seconds
+from oneshot.footprint.seconds import stage_seconds
 from oneshot.pipeline import compress, compress_sizes
 from oneshot.report.display import LINE_SECONDS, Display
 from oneshot.report.progress import ERROR_EXPLAINED, Progress, ProgressBar, Tracker
@@ -122,10 +122,10 @@ def layers(clock: Clock) -> Callable[[Tracker], None]:
         tracker.step("opening a model")
         tracker.say(ERROR_EXPLAINED)
         tracker.say(ERROR_EXPLAINED)
-        with ProgressBar(tracker, num_layers=30, total=1000, stage="layers", unit="layers") as bar:
-            for _ in range(300):
-                clock.now += 1.0
-                bar.advance(100)
+        bar = ProgressBar(tracker, num_layers=30, total=1000, stage="layers", unit="layers")
+        for _ in range(300):
+            clock.now += 1.0
+            bar.advance(100)
 
     return work
 
@@ -198,9 +198,9 @@ def test_nothing_is_silent_for_long(stream: type[io.StringIO], seconds: float, m
 def test_counts_end_at_the_total() -> None:
     """Counts are sums of fractions, which round."""
     told: list[Progress] = []
-    with ProgressBar(Tracker(told.append), num_layers=3, total=10, stage="layers", unit="layers") as bar:
-        for _ in range(3):
-            bar.advance(10 + 1e-9)
+    bar = ProgressBar(Tracker(told.append), num_layers=3, total=10, stage="layers", unit="layers")
+    for _ in range(3):
+        bar.advance(10 + 1e-9)
     counted = told[1:]
     assert [progress.done for progress in counted] == pytest.approx([10, 20, 30])
     assert counted[-1].done == counted[-1].total == 30
@@ -209,9 +209,9 @@ def test_counts_end_at_the_total() -> None:
 
 def test_without_a_total_everything_is_counted() -> None:
     told: list[Progress] = []
-    with ProgressBar(Tracker(told.append), total=0, stage="writing", unit="bytes") as bar:
-        for _ in range(2):
-            bar.advance(7)
+    bar = ProgressBar(Tracker(told.append), total=0, stage="writing", unit="bytes")
+    for _ in range(2):
+        bar.advance(7)
     assert told == [Progress("writing", 0), Progress("writing", 7), Progress("writing", 14)]
 
 

@@ -1,4 +1,4 @@
-"""Peak bytes of the check of a finished result (`api.check`), which holds the original and then the result."""
+"""What the check of a finished result takes (`api.check`), which holds the original and then the result."""
 
 import math
 from dataclasses import replace
@@ -8,14 +8,18 @@ import torch
 from oneshot.checkpoint import GgufCheckpoint
 from oneshot.export.saving import SAVED_DTYPES
 from oneshot.footprint import terms
+from oneshot.footprint.rates import Rates
+from oneshot.footprint.seconds import STEP_FACTOR, STEP_SECONDS, operations_of_token
 from oneshot.footprint.terms import FLOAT, LENGTH, Stage, Term, computed
 from oneshot.footprint.work import Work
+from oneshot.text import NUM_KINDS, TOKENS_OF_A_KIND
 from oneshot.text.self_written import document_bytes
 
 LONGEST_WINDOW = 512  # tokens of held-out text that pass a model together
 MOST_WINDOWS = 4
 CHECKED_SHARE = 16  # the text of a run has at least so many times the tokens of its check
 ANSWER_TOKENS = 60
+CHECK_START_SECONDS = 2.0  # the text is read again
 LOGITS = 2  # float32 copies of a window's logits
 
 
@@ -74,3 +78,15 @@ def check_stages(work: Work, gguf: GgufCheckpoint | None, result_bytes: int) -> 
 def _gguf_bytes(gguf: GgufCheckpoint) -> float:
     """Return the pages of the file, and what one tensor takes while it is dequantised."""
     return gguf.file_bytes + terms.DEQUANTISED * torch.float32.itemsize * max(map(math.prod, gguf.shapes.values()))
+
+
+def check_seconds(work: Work, rates: Rates) -> float:
+    """Return the seconds of the check of a result, in which two models score windows and answer a question."""
+    forward, layers = operations_of_token(work, rates), work.shape.num_hidden_layers
+    head = 2 * work.shape.vocab_size * work.shape.hidden_size
+    scored = num_windows(work.text.num_sequences) * min(work.text.sequence_length, LONGEST_WINDOW)
+    scored += NUM_KINDS * TOKENS_OF_A_KIND
+    answered = ANSWER_TOKENS * (STEP_SECONDS * layers if rates.on_device else 0.0)
+    if not rates.on_device:  # each token reads all weights
+        answered = ANSWER_TOKENS * STEP_FACTOR * (layers * forward + head) / rates.stream
+    return CHECK_START_SECONDS + 2 * (scored * (layers * forward + head) / rates.stream + answered)
