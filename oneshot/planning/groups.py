@@ -54,7 +54,7 @@ def quantiser_groups(grid: Grid, method: Method, plan: Plan, target: Target, *, 
             counts = {some["num_attention_heads"] for some in heads} or {own.num_attention_heads}
             fixed |= {count * size for count in counts for size in values}
             for kind in RANKED_KINDS if method.plans_ranks else ():
-                stepped |= {rank for rank in rank_options(own, kind, target.round_to) if rank is not None}
+                stepped |= set(rank_options(own, kind, target.round_to))
         if method.reduces_ffn:
             stepped.add(width_step(shape, target.round_to))
         stepped |= fixed

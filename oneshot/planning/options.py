@@ -39,8 +39,8 @@ def inner_sizes(grid: Grid) -> list[Fields]:
     return [{"query_key_size": score, "value_size": value} for score, value in pairs]
 
 
-def rank_options(shape: ModelShape, kind: RankedKind, round_to: int | None) -> list[int | None]:
-    """Return the ranks of a linear, None for whole, in steps of about a sixteenth from a quarter of the hidden size.
+def rank_options(shape: ModelShape, kind: RankedKind, round_to: int | None) -> list[int]:
+    """Return the ranks of a linear below the whole, in steps of about a sixteenth from a quarter of the hidden size.
 
     A profile measures what half of it costs. Ranks are multiples of `round_to`; None: of what suits the hidden size.
     """
@@ -53,7 +53,7 @@ def rank_options(shape: ModelShape, kind: RankedKind, round_to: int | None) -> l
     }
     step = round_to or default_round_to(hidden)
     step *= max(1, hidden // (16 * step))
-    return [*range(step * -(-hidden // (4 * step)), min(hidden, rows[kind]), step), None]
+    return list(range(step * -(-hidden // (4 * step)), min(hidden, rows[kind]), step))
 
 
 def expert_counts(experts: ExpertSizes, tp: int = 1) -> list[int]:

@@ -14,7 +14,6 @@ from oneshot.architecture import Attention, Experts, FeedForward, ModelShape
 from oneshot.errors import PlanError
 from oneshot.linalg.allocation import least_damage
 from oneshot.planning.budget import OutOfReachError
-from oneshot.planning.damages import Damages
 from oneshot.planning.options import Fields, expert_counts, head_sizes, inner_sizes, rank_options
 from oneshot.planning.plan import Plan
 from oneshot.planning.problem import Problem
@@ -23,6 +22,7 @@ from oneshot.planning.vocabulary import table_options
 from oneshot.serving import ANY
 
 HALVES: tuple[Half, Half] = ("ffn", "attention")
+Axis = tuple[list[Fields], np.ndarray]  # what a part of a sublayer may be, and its damage in each layer of the model
 NO_HEADS: Fields = {"num_attention_heads": 0, "num_key_value_heads": 0, "query_key_size": None, "value_size": None}
 
 
@@ -80,8 +80,7 @@ def with_own_sizes(problem: Problem, plan: Plan) -> Plan:
 
 def _sublayer_items(problem: Problem, plan: Plan) -> dict[tuple[int, Half], Item]:
     """Return what the FFN and the mixer of every layer that stays may be, in the order of layers."""
-    grid, family, damages = problem.grid, problem.grid.family, problem.damages
-    assert damages is not None
+    grid, family = problem.grid, problem.grid.family
     known = grid.known_prices.setdefault((plan, problem.budget.measure), {})
     first = plan.kept_layers[0] if grid.first_layer_attends else None
     alike: dict[Any, list[int]] = {}
@@ -90,25 +89,25 @@ def _sublayer_items(problem: Problem, plan: Plan) -> dict[tuple[int, Half], Item
         stays = layer in family.dense_layers, layer in grid.kept.ffn, layer in grid.kept.attention
         alike.setdefault((shapes, attends, stays, layer == first), []).append(layer)
     items: dict[tuple[int, Half], Item] = {}
-    for layers in alike.values():
-        layer = layers[0]
-        of_halves: dict[Half, Options] = {
-            "ffn": _ffn_options(problem, damages, plan, layer),
-            "attention": _attention_options(problem, damages, plan, layer, must_attend=layer == first),
+    for layer, *others in alike.values():
+        of_halves: dict[Half, list[Axis]] = {
+            "ffn": _ffn_axes(problem, plan, layer),
+            "attention": _attention_axes(problem, plan, layer, must_attend=layer == first),
         }
-        for half, options in of_halves.items():
-            misfits, asked = _misfits(problem, plan, layer, half, options), (layer, repr(options.axes))
+        for half, of_half in of_halves.items():
+            axes, lost = zip(*of_half, strict=True)
+            misfits, asked = _misfits(problem, plan, layer, half, axes), (layer, repr(axes))
             if asked not in known:
-                known[asked] = _costs(problem, plan, layer, options)
-            for one in layers:
-                items[one, half] = Item.of(options.axes, options.damages(one, damages) + misfits, known[asked])
+                known[asked] = _costs(problem, plan, layer, axes)
+            for one in (layer, *others):
+                damages = reduce(np.add.outer, (of_axis[one] for of_axis in lost)).ravel()
+                items[one, half] = Item.of(axes, damages + misfits, known[asked])
     return {(layer, half): items[layer, half] for layer in plan.kept_layers for half in HALVES}
 
 
 def _table_items(problem: Problem, plan: Plan) -> list[Item]:
     """Return what every range of the vocabulary may be; nothing if the embedding stays."""
-    assert problem.damages is not None
-    errors = problem.damages.get("embedding")
+    errors = problem.known_damages.get("embedding")
     if not problem.reduces_embedding or errors is None:
         return []
     ranges = table_options(errors, problem.grid.shape.vocab_size)
@@ -121,38 +120,12 @@ def _table_items(problem: Problem, plan: Plan) -> list[Item]:
     return items
 
 
-@dataclass(frozen=True)
-class Options:
-    """List what a sublayer of equal layers may be: each of its `sizes` with every combination of `ranks` of linears.
-
-    `lost (layers, sizes)` is the damage of the sizes in every layer of the model; a rank that is None is of a whole
-    linear.
-    """
-
-    sizes: list[Fields]
-    lost: torch.Tensor
-    ranks: dict[str, list[int | None]]
-
-    @property
-    def axes(self) -> list[list[Fields]]:
-        """Return the fields of a layer's plan that each size and each rank stands for."""
-        return [self.sizes, *([{name: rank} for rank in ranks] for name, ranks in self.ranks.items())]
-
-    def damages(self, layer: int, damages: Damages) -> np.ndarray:
-        """Return the damage of every option in a layer, `(options,)`."""
-        total = self.lost[layer].numpy()
-        for name, ranks in self.ranks.items():
-            lost = [0.0 if rank is None else float(damages[name][layer, rank]) for rank in ranks]
-            total = np.add.outer(total, lost)
-        return total.ravel()
-
-
-def _ffn_options(problem: Problem, damages: Damages, plan: Plan, layer: int) -> Options:
-    """Return the widths of an FFN, nothing first if it may be left out, its experts, and the ranks of its linears.
+def _ffn_axes(problem: Problem, plan: Plan, layer: int) -> list[Axis]:
+    """Return the widths of an FFN, nothing first if it may be left out, with its experts, and the ranks of its linears.
 
     What fewer neurons and fewer experts lose adds up.
     """
-    grid, method, shape = problem.grid, problem.method, problem.grid.shape.of(layer)
+    grid, method, damages, shape = problem.grid, problem.method, problem.known_damages, problem.grid.shape.of(layer)
     if layer in grid.family.dense_layers or layer in grid.kept.ffn:
         return _whole(plan)
     width, step = shape.intermediate_size, problem.width_step
@@ -165,15 +138,15 @@ def _ffn_options(problem: Problem, damages: Damages, plan: Plan, layer: int) -> 
         counts = expert_counts(shape.experts, grid.serving.tp)
         sizes = [size | {"num_experts": count} for size in sizes for count in counts]
         lost = _sums(lost, damages["num_experts"][:, counts])
-    return Options(sizes, lost, _ranks(problem, damages, plan, shape, grid.family.stack.feed_forward))
+    return [(sizes, lost.numpy()), *_rank_axes(problem, plan, shape, grid.family.stack.feed_forward)]
 
 
-def _attention_options(problem: Problem, damages: Damages, plan: Plan, layer: int, *, must_attend: bool) -> Options:
-    """Return the heads of attention, nothing first if it may be left out, sizes inside them, and ranks of linears."""
-    grid, method, kept, shape = problem.grid, problem.method, plan.layers[layer], problem.grid.shape.of(layer)
+def _attention_axes(problem: Problem, plan: Plan, layer: int, *, must_attend: bool) -> list[Axis]:
+    """Return the heads of attention, nothing first if it may be left out, with sizes inside them, and ranks."""
+    grid, method, damages, shape = problem.grid, problem.method, problem.known_damages, problem.grid.shape.of(layer)
     if layer in grid.kept.attention or not grid.family.stack_of(layer).attentions:  # carried mixers stay
         return _whole(plan)
-    units = head_sizes(shape, plan.head_unit)
+    units, kept = head_sizes(shape, plan.head_unit), plan.layers[layer]
     present = {"num_attention_heads": kept.num_attention_heads, "num_key_value_heads": kept.num_key_value_heads}
     sizes = units if method.reduces_heads and grid.heads_differ else [present]
     lost = damages["heads"][:, [units.index(heads) + 1 for heads in sizes]]
@@ -187,27 +160,28 @@ def _attention_options(problem: Problem, damages: Damages, plan: Plan, layer: in
         lost = torch.cat((damages["heads"][:, :1], lost), 1)
         sizes = [NO_HEADS, *sizes]
     # what ranks cost is measured by the FFN that shrinks beside them
-    ranks = (
-        {} if layer in grid.family.dense_layers else _ranks(problem, damages, plan, shape, grid.family.stack.attention)
-    )
-    return Options(sizes, lost, ranks)
+    has_ranks = layer not in grid.family.dense_layers
+    ranks = _rank_axes(problem, plan, shape, grid.family.stack.attention) if has_ranks else []
+    return [(sizes, lost.numpy()), *ranks]
 
 
-def _whole(plan: Plan) -> Options:
+def _whole(plan: Plan) -> list[Axis]:
     """Return the only option of a sublayer that stays."""
-    return Options([{}], torch.zeros(len(plan.layers), 1), {})
+    return [([{}], np.zeros((len(plan.layers), 1)))]
 
 
-def _ranks(
-    problem: Problem, damages: Damages, plan: Plan, shape: ModelShape, mixer: Attention | FeedForward | Experts
-) -> dict[str, list[int | None]]:
-    """Return the ranks of each linear of a mixer whose ranks are planned and known, by their field of a `LayerPlan`."""
-    method, round_to = problem.method, problem.target.round_to
+def _rank_axes(problem: Problem, plan: Plan, shape: ModelShape, mixer: Attention | FeedForward | Experts) -> list[Axis]:
+    """Return the ranks of each linear of a mixer whose ranks are planned and known; the last one is whole."""
+    method, damages, axes = problem.method, problem.known_damages, list[Axis]()
     if not (method.plans_ranks and problem.grid.has_ranks) or plan.reduces_queries_keys or plan.reduces_values:
-        return {}
-    # steps for `up_proj` would give it its full rank again
-    kinds = [kind for kind in mixer.ranked if not (kind == "up" and method.up_steps)]
-    return {f"{kind}_rank": rank_options(shape, kind, round_to) for kind in kinds if f"{kind}_rank" in damages}
+        return axes
+    for kind in mixer.ranked:
+        name = f"{kind}_rank"
+        if name in damages and not (kind == "up" and method.up_steps):  # its steps would give it its full rank again
+            ranks = rank_options(shape, kind, problem.target.round_to)
+            lost = np.pad(damages[name][:, ranks].numpy(), ((0, 0), (0, 1)))
+            axes.append(([{name: rank} for rank in [*ranks, None]], lost))
+    return axes
 
 
 def _sums(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
@@ -220,12 +194,12 @@ def _in_place(plan: Plan, layer: int, sizes: Fields) -> Plan:
     return replace(plan, layers=(*plan.layers[:layer], replace(plan.layers[layer], **sizes), *plan.layers[layer + 1 :]))
 
 
-def _misfits(problem: Problem, plan: Plan, layer: int, half: Half, options: Options) -> np.ndarray:
+def _misfits(problem: Problem, plan: Plan, layer: int, half: Half, axes: Sequence[list[Fields]]) -> np.ndarray:
     """Return zero for every option that can be served, and infinity for the others, `(options,)`.
 
     Raises `MisfitError` if no option can.
     """
-    grid, axes = problem.grid, options.axes
+    grid = problem.grid
     if grid.serving == ANY:
         return np.zeros(prod(map(len, axes)))
     found = []
@@ -239,7 +213,7 @@ def _misfits(problem: Problem, plan: Plan, layer: int, half: Half, options: Opti
     return np.array(found)
 
 
-def _costs(problem: Problem, plan: Plan, layer: int, options: Options) -> np.ndarray:
+def _costs(problem: Problem, plan: Plan, layer: int, axes: Sequence[list[Fields]]) -> np.ndarray:
     """Return what every option adds to the budget's measure, `(options,)`; what ranks of two linears add, adds up."""
     grid, stack, index = problem.grid, problem.grid.stack(plan), plan.kept_layers.index(layer)
 
@@ -248,12 +222,10 @@ def _costs(problem: Problem, plan: Plan, layer: int, options: Options) -> np.nda
         layers[index] = grid.layer(_in_place(plan, layer, sizes), layer)
         return problem.budget.measure(replace(stack, layers=tuple(layers)))
 
-    own = np.array([measure(sizes) for sizes in options.sizes])
+    sizes, *of_linears = axes
+    own = np.array([measure(one) for one in sizes])
     total = own - problem.budget.measure(stack)
-    for number, (name, ranks) in enumerate(options.ranks.items(), start=1):
-        added = [
-            [0.0 if rank is None else measure(sizes | {name: rank}) - alone for rank in ranks]
-            for sizes, alone in zip(options.sizes, own, strict=True)
-        ]
+    for number, ranks in enumerate(of_linears, start=1):
+        added = [[measure(one | rank) - alone for rank in ranks] for one, alone in zip(sizes, own, strict=True)]
         total = np.expand_dims(total, -1) + np.expand_dims(np.array(added), tuple(range(1, number)))
     return total.ravel()

@@ -39,6 +39,12 @@ class Problem:
         return self.damages is not None and self.method.leaves_out_sublayers
 
     @property
+    def known_damages(self) -> Damages:
+        """Return the predicted losses, which a profile must know."""
+        assert self.damages is not None
+        return self.damages
+
+    @property
     def reduces_embedding(self) -> bool:
         """Return whether ranges of the vocabulary may have ranks."""
         return self.method.embedding != "none" and not self.grid.kept.embedding
