@@ -71,9 +71,10 @@ def share_of_heads(problem: Problem, plan: Plan, options: Sequence[Plan]) -> Pla
 
     `options`: by rising number of heads. One head may be more than is asked for if attention outweighs the FFN.
     """
-    surplus = problem.measure(plan) - problem.budget.target
-    fraction = surplus / sum(layer.parameters() for layer in problem.grid.stack(plan).layers)
-    kept = max(1, len(options) - round(fraction * len(options)))
+    stack, measure = problem.grid.stack(plan), problem.budget.measure
+    total = measure(stack)
+    of_layers = measure(replace(stack, layers=stack.layers * 2)) - total  # in the budget's unit
+    kept = max(1, len(options) - round((total - problem.budget.target) / of_layers * len(options)))
     fitting = (option for option in options[kept - 1 :] if problem.measure(option) >= problem.budget.target)
     return next(fitting, options[-1])  # all heads remove nothing
 

@@ -378,6 +378,17 @@ def test_a_missed_target_is_in_the_report_the_card_and_the_dry_run(
     assert "7.00% was asked for" in (Path(config.output) / "README.md").read_text()
 
 
+@pytest.mark.parametrize("unit", [2.0, 1e-9])
+def test_heads_take_their_share_in_any_unit(unit: float) -> None:
+    """A share of bytes, or of seconds proportional to parameters, asks for the same plan."""
+    start, grid = whole(SHAPE, "kv-group"), Grid(LLAMA, SHAPE)
+    problem = problem_of(grid, 0.7 * SHAPE.stack().stored_parameters(), heads="id", round_to=8)
+    other = Budget(unit * problem.budget.target, lambda stack: unit * stack.stored_parameters())
+    planned = reduced(problem, start)
+    assert 1 < planned.layers[0].num_key_value_heads < SHAPE.num_key_value_heads
+    assert reduced(replace(problem, budget=other), start) == planned
+
+
 @pytest.mark.parametrize("layers_differ", [False, True])
 def test_heads_out_of_reach_say_what_the_fewest_get_down_to(layers_differ: bool) -> None:
     start, step = whole(SHAPE, "kv-group"), default_round_to(SHAPE.intermediate_size)
