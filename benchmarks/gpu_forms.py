@@ -131,7 +131,7 @@ def _num_parameters(model: Any) -> int:
 
 
 def _scaled(small: dict[str, Any], layer: int, dense: Any) -> dict[str, Any]:
-    """Return the sizes of a layer of a result as those of a larger model."""
+    """Return the sizes of a layer of a result, scaled to a larger model."""
     sizes, width = dict(small["layers"][layer]), small["hidden_size"]
     inner = sizes["intermediate_size"] / small["intermediate_size"]
     for kind in ("query_key_rank", "output_rank", "gate_rank", "up_rank"):

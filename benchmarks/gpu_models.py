@@ -15,7 +15,7 @@ WRITERS = 8  # threads that write files; one alone takes longer than the device 
 
 @dataclass(frozen=True)
 class Shape:
-    """A Llama's sizes, or with `experts` those of a Qwen3-MoE, whose FFN width is an expert's."""
+    """The sizes of a Llama, or with `experts` of a Qwen3-MoE, whose FFN width is an expert's."""
 
     hidden: int
     width: int

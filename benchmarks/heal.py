@@ -54,7 +54,7 @@ class Training:
     Attributes:
         ways: names in `RATES`; each begins with the result as it was written.
         steps, batch, length: steps of Adam, sequences in a step, and tokens in a sequence.
-        rate: the highest learning rate; None for that of `RATES`.
+        rate: the highest learning rate; None for the one in `RATES`.
         seed: it decides the order of the documents, and the adapters.
     """
 

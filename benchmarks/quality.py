@@ -99,12 +99,12 @@ def dense_row(texts: dict[str, Any], arguments: argparse.Namespace) -> dict[str,
 
 
 def rows_name(arguments: argparse.Namespace) -> str:
-    """Return the name of the file of rows: SmolLM2's, or that of all other models."""
+    """Return the name of the file of rows: SmolLM2 has one, and all other models share one."""
     return "quality" if arguments.model is None else "models"
 
 
 def stated(arguments: argparse.Namespace, recipe: str) -> dict[str, Any]:
-    """The recipe and its first size, or those of TCSP's rates."""
+    """The recipe and its first size, or what TCSP's rates state."""
     if arguments.tcsp is None:
         return {"recipe": recipe, "sparsity": arguments.sparsity[0]}
     options = tcsp_options(*arguments.tcsp)

@@ -1,4 +1,4 @@
-"""The hidden states after the last layer: those that a run passed, and those of the result that it wrote."""
+"""The hidden states after the last layer: what a run passed, and what the result that it wrote computes."""
 
 from typing import Any
 

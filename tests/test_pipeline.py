@@ -534,7 +534,7 @@ def test_no_more_than_a_layer_is_read_at_a_time(
 
 
 def test_memory_holds_a_few_layers_not_the_model(make_config: MakeConfig, make_checkpoint: MakeCheckpoint) -> None:
-    """Count the bytes of tensors that are alive after every layer: far below those of the model."""
+    """Count the bytes of tensors that are alive after every layer: far fewer than the model's."""
     import gc
 
     folder = make_checkpoint(layers=10, hidden=64, width=256, heads=4)

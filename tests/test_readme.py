@@ -1,4 +1,4 @@
-"""Numbers in the documents are those of `benchmarks/results/`; commands and keys in the documents exist."""
+"""Numbers in the documents come from `benchmarks/results/`; commands and keys in the documents exist."""
 
 import ast
 import re

@@ -149,7 +149,7 @@ def build_wrapper(family: str, *, tied: bool = False, seed: int = 0, **further: 
 
     outer, inner = WRAPPERS[family]
     sizes = {
-        "vocab_size": 404,  # those of the tiny tokenizer, and those below
+        "vocab_size": 404,  # the tokens of the tiny tokenizer, and the ones below
         "hidden_size": 32,
         "intermediate_size": 64,
         "num_attention_heads": 4,

@@ -9,7 +9,7 @@ GIB = 2**30
 
 
 def estimates(*, of_mixtures: bool = False) -> list[Row]:
-    """Return the rows of today's code, of dense models or of mixtures; those of the first run are another table."""
+    """Return the rows of today's code, of dense models or of mixtures; the first run has another table."""
     rows = [row for row in read_rows("gpu_estimate") if "measured" not in row]
     return [row for row in rows if (row["model"] in MIXTURES) == of_mixtures]
 
@@ -30,7 +30,7 @@ def gpu_times_table() -> str:
 
 
 def _seconds(row: Row) -> list[str]:
-    """Prepare; then phases of the profile plus those of the layers, and all that is left of the total."""
+    """Prepare; then phases of the profile and of the layers added up, and all that is left of the total."""
     phases = row["phases"]
     stages = [phases.get(stage, {}) for stage in ("profile", "layers")]
     sums = [sum(stage.get(name, 0.0) for stage in stages) for name in ("forward", "sums", "pivots", "solve")]

@@ -19,7 +19,7 @@ def heal_table() -> str:
     head = ["form", "removed", "trained", "steps", "tokens", "score before", "score after", "seconds", "device"]
     caption = (
         "Trained on general.jsonl, judged on five other kinds of text, on a CPU on fewer windows of them; seconds of a "
-        "CPU are those of one core; SmolLM2-135M-Instruct, float32"
+        "CPU are one core's; SmolLM2-135M-Instruct, float32"
     )
     return markdown(head, lines, f"{caption}; {made_by(rows)}.")
 

@@ -78,7 +78,7 @@ def default_rows(form: str, calibration: str, tokens: int, settings: dict[str, s
 
 
 def default_curves() -> dict[str, list[Row]]:
-    """Rows of the default recipe by form, with the model's own text; those of the per-layer form from a card."""
+    """Rows of the default recipe by form, with the model's own text; the per-layer form's are from a card."""
     return {
         "per-layer": sorted(rows_by_default(MODEL), key=lambda row: row["asked"]),
         "stock": default_rows("stock", *OWN_TEXT, {}),

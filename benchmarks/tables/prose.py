@@ -53,7 +53,7 @@ def little_text() -> str:
 
 
 def own_types() -> str:
-    """Return the divergence of types per tensor at the bytes of llama-quantize's files, as a share of that of these."""
+    """Return the divergence of types per tensor ÷ the divergence of llama-quantize's files, at equal bytes."""
     return _shares_of_files("divergence")
 
 

@@ -101,7 +101,7 @@ def tokens_table() -> str:
 
 
 def _calibrated(row: Row, rows: list[Row]) -> str:
-    """Settings of a row, and its calibration where it is not that of all rows."""
+    """Settings of a row, and its calibration where rows have different ones."""
     texts = {(other["calibration"], other["calibration_tokens"]) for other in rows if other["calibration_tokens"]}
     parts = [settings(row)] if row["settings"] else []
     if len(texts) > 1 and row["calibration_tokens"]:

@@ -161,7 +161,7 @@ def predict(
 ) -> Footprint | list[Footprint]:
     """Return what `compress` with these options would take: memory, disk, parameters and time; nothing is written.
 
-    Options are those of `compress`; of several sparsities it returns a list. An output in the way is a warning.
+    Takes the options of `compress`; for several sparsities it returns a list. An output in the way is a warning.
     Raises as `compress` for everything else that is known before the first weight is read.
     """
     first, several = _split(sparsity)
@@ -181,7 +181,7 @@ def profile(
 ) -> Profile:
     """Measure once what smaller sizes cost, for several results: `compress(…, profile=output)` plans from it.
 
-    Options are those of `compress` on the text and the machine; a size is not needed. Without an output the folder is
+    Takes the options of `compress` on the text and the machine; a size is not needed. Without an output the folder is
     `NAME-profile` in the working folder.
     """
     with request(model, output, tokenizer, {"sparsity": 0.0} | options, ending="-profile") as asked:

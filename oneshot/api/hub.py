@@ -30,7 +30,7 @@ def push(
     Paths of this machine are left out of the uploaded report, page and recipe.
 
     Args:
-        private: visibility of a new repository; None: the account's default. token: None for that of `hf auth login`.
+        private: visibility of a new repository; None: the account's default. token: None for `hf auth login`'s.
         api: a `huggingface_hub.HfApi`; None makes one.
 
     Raises `OutputError` if the hub cannot be reached or refuses; the folder stays.

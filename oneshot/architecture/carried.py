@@ -1,7 +1,7 @@
 """Mixers that are carried: their weights stay as they are, and the stock layer computes what they add.
 
 Short convolutions, linear attention, state-space models, and attention with a gate are such mixers. All that a layer
-has before its FFN belongs to them. Their tensors are not described one by one: those of one layer are read from the
+has before its FFN belongs to them. Their tensors are not described one by one: one layer's are read from the
 checkpoint, and the stock class has the same.
 """
 
@@ -29,8 +29,8 @@ class Carried(WithoutLinears):
             tensor that a scan by chunks has beside the outputs of linears. Empty without such a scan.
         head_norm, keys: the query norm and the key projection whose shapes give head size and KV heads; None if these
             are the model's.
-        lends: whether later layers read these keys and values. borrows: whether it reads those of the last lender of
-            its type, and has none of its own.
+        lends: whether later layers read these keys and values. borrows: whether it reads the keys and values of the
+            last lender of its type, and has none of its own.
     """
 
     title: str

@@ -178,7 +178,7 @@ class Description:
         return name.startswith(tuple(f"{stack.layers}." for stack in self.stacks))
 
     def numbered(self, shape: ModelShape) -> "Description":
-        """Return the family whose decoder's layers and positions follow those of the encoder."""
+        """Return the family whose decoder's layers and positions follow the encoder's."""
         if self.decoder is None:
             return self
         encoder_layers = shape.num_hidden_layers - shape.num_decoder_layers

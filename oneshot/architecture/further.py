@@ -1,7 +1,7 @@
 """Layers that predict tokens after the next one: what files and configs call them.
 
 transformers' classes do not load them with the model. `generate(use_mtp=True)` and vLLM's speculative decoding read
-them from the same files: the names are those of transformers' `MtpModel` and of vLLM's `*_mtp` models.
+them from the same files: transformers' `MtpModel` and vLLM's `*_mtp` models have these names.
 """
 
 from collections.abc import Mapping

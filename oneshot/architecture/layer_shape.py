@@ -30,7 +30,7 @@ class LayerShape:
     whole ones. Such a linear stores `rank` of its columns, a matrix that reconstructs the others, and their order.
     `cross_attention`: the layer also has attention over the encoder's output, of the same sizes. `num_buckets`: rows of
     a stored table of relative positions, with a column for every head. `experts`: the FFN is a mixture, and its width
-    that of one expert; None for one FFN. `latent`: what keys and values come from; None for linears of their own.
+    is one expert's; None for one FFN. `latent`: what keys and values come from; None for linears of their own.
     `sinks`: attention has a number for every head. `carried`: parameters of a mixer in the place of attention that
     stays as it is, with its norm; its heads are those whose keys and values it keeps, if any.
 

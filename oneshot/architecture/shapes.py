@@ -215,7 +215,7 @@ class ModelShape:
 
     @property
     def query_key_size(self) -> int:
-        """Return the size of a head's queries and keys; `head_dim` is that of its values."""
+        """Return the size of a head's queries and keys; `head_dim` is its values' size."""
         return self.head_dim if self.latent is None else self.latent.key_size
 
     @property

@@ -78,7 +78,7 @@ def read_shape(family: Description, config: dict[str, Any], stored: Mapping[str,
 def _carried(
     family: Description, config: dict[str, Any], num_layers: int, stored: Mapping[str, tuple[int, ...]]
 ) -> tuple[CarriedSizes, ...]:
-    """Return the carried mixers with the tensors that the first layer of each stores, but for those of its FFN."""
+    """Return the carried mixers with the tensors that the first layer of each stores, without its FFN."""
     layers: dict[Carried, list[int]] = {}
     for number in range(num_layers):
         mixer = family.stack_of(number).token_mixer

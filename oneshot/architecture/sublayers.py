@@ -128,7 +128,7 @@ class Attention:
 
     @property
     def ranked(self) -> dict[RankedKind, tuple[str, ...]]:
-        """Return the linears that may have low rank, by their kind; those of a kind have one rank together."""
+        """Return the linears that may have low rank, by their kind; all of a kind have one rank together."""
         return {} if self.latent else {"query_key": (self.q, self.k), "output": (self.out,)}
 
 

@@ -76,7 +76,7 @@ def rotary_metadata(rotary: Mapping[str, Any]) -> dict[str, Any]:
 def rotary_factors(rotary: Mapping[str, Any], head_dim: int) -> np.ndarray | None:
     """Return what llama.cpp divides every rotary frequency by for the type llama3; None for other types.
 
-    Frequencies of long waves are divided by `factor`, those of short waves stay, and between them both are mixed.
+    Frequencies of long waves are divided by `factor`, short waves keep theirs, and between them both are mixed.
     """
     if rotary["rope_type"] != "llama3":
         return None

@@ -57,7 +57,7 @@ def with_the_files_tokens(backend: Any, content: Mapping[str, Any]) -> Any:
     """Return a tokenizer with the tokens of a file and no others, under the file's numbers.
 
     transformers' classes add special tokens of their own, such as `<|endoftext|>`, behind the embedding's rows, and
-    spell those of the file anew that have other letters than bytes are written with.
+    spell the file's special tokens anew that have other letters than bytes are written with.
     """
     from tokenizers import Tokenizer
 

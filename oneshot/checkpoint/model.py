@@ -237,7 +237,7 @@ def _known_family(config: dict[str, Any]) -> Description:
 def _under_class_names(checkpoint: Checkpoint, family: Description) -> Checkpoint:
     """Return the checkpoint whose tensors are called as in its stock class, and whose config states that class.
 
-    A decoder's config may state the class with a head without having one, as those of embedding models do, or the
+    A decoder's config may state the class with a head without having one, as configs of embedding models do, or the
     class without it beside a head. A head is absent only if no tensor is the head, and the embedding is not.
 
     Raises `CheckpointError` for a model of images and text without a language model.

@@ -42,7 +42,7 @@ class _UnsupportedError(Exception):
 def as_stock(checkpoint: Checkpoint) -> Checkpoint:
     """Return a result of ours as a checkpoint of its family's own class; another checkpoint as it is.
 
-    Its config states the largest sizes, and `stated` those of every layer.
+    Its config states the largest sizes, and `stated` every layer's own.
 
     Raises `CheckpointError` for a result that cannot be an input, with what can be done instead, and for a config that
     oneshot did not write.
@@ -224,7 +224,7 @@ def _ranked(stated: StackShape, family: Description) -> Iterator[tuple[str, str]
 
 
 def _inner(source: Checkpoint, stated: StackShape, family: Description) -> list[str]:
-    """Return the linears of low rank whose tensors are those of a plain linear inside them."""
+    """Return the linears of low rank that are stored as a plain linear inside them."""
     return [linear for linear, _ in _ranked(stated, family) if f"{linear}.{WITHIN}.weight" in source.shapes]
 
 

@@ -174,8 +174,8 @@ def _is_derived(complete: Any, name: str) -> bool:
 def layer_kinds(config: dict[str, Any], num_layers: int, family: Description) -> tuple[int, ...]:
     """Return for every layer the first one of its kind: those for which the config states the same.
 
-    Kinds differ in what their attention sees (a window, or all tokens), in their rotary positions, in their carried
-    mixers, and in a mixture in whether they have experts (not if they are among its dense layers).
+    Kinds differ in what their attention sees (a window, or all tokens), in their rotary positions and in their carried
+    mixers. In a mixture they also differ in whether they have experts: its dense layers have none.
     """
     lists, dense, carried = per_layer_lists(config).values(), family.dense_layers, family.carried_layers
     kinds = [(layer in dense, carried.get(layer), *(values[layer] for values in lists)) for layer in range(num_layers)]

@@ -18,7 +18,7 @@ from oneshot.parsing import launched_rank
 
 
 def build_parser(prog: str = "oneshot imatrix") -> argparse.ArgumentParser:
-    """Return the parser of all options; their defaults are those of `Config`."""
+    """Return the parser of all options; `Config` has their defaults."""
     parser = Parser(
         prog,
         "CHECKPOINT [-o FILE] [options]",

@@ -21,7 +21,7 @@ from oneshot.parsing import launched_rank
 
 
 def build_parser(prog: str = "oneshot profile") -> argparse.ArgumentParser:
-    """Return the parser of all options; their defaults are those of `Config`."""
+    """Return the parser of all options; `Config` has their defaults."""
     parser = Parser(
         prog,
         "CHECKPOINT [-o PROFILE] [options]",

@@ -44,7 +44,7 @@ class Curvature:
 class LayerCurvature:
     """The curvature of one layer: float32 matrices that are read when they are asked for.
 
-    A layer with a carried mixer in the place of attention has only that of its FFN.
+    A layer with a carried mixer in the place of attention has only its FFN's.
     """
 
     path: Path

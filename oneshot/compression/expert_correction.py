@@ -46,7 +46,7 @@ class ExpertFactors:
 
 
 def joined(groups: Sequence[ExpertFactors]) -> ExpertFactors:
-    """Return the factors of all experts from those of groups in their order, without a shared expert's."""
+    """Join the factors of groups of experts, in their order, without a shared expert's."""
     if len(groups) == 1:
         return groups[0]
     return ExpertFactors(
@@ -144,7 +144,7 @@ def correct_experts(
     dampings: Sequence[float],
     residual_weights: Sequence[float],
 ) -> list[Factors]:
-    """Return the downs of experts over their kept neurons, as `correct` returns that of one.
+    """Return the downs of experts over their kept neurons, as `correct` returns one.
 
     Args:
         downs: `(b, D, m)` of these experts. kept: int64 `(b, m')`. statistics: of a group that has them.

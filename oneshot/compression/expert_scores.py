@@ -65,7 +65,7 @@ def route(
             scores near 1 are subtracted from 1.
         preference: `(t, E)`, by which experts are chosen if not by their scores (DeepSeek-V3's bias); without groups.
         chosen: int64 `(t, k)`: the experts that the stock router chose, which rounds preferences and so has ties of its
-            own; None for those of the largest preference.
+            own; None for the experts of the largest preference.
 
     Raises:
         ValueError: if no expert is left to step in.

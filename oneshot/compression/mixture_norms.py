@@ -38,7 +38,7 @@ class MixtureNorms:
 
     @property
     def beside(self) -> str:
-        """Return the module whose output is added to that of the experts' own norm."""
+        """Return the module whose output is added to the output of the experts' own norm."""
         assert self.mixer.branches is not None
         return self.mixer.branches.shared_after
 

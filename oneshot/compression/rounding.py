@@ -138,7 +138,7 @@ def round_linears(
     gram: torch.Tensor,
     quantisation: Quantisation,
 ) -> Rounded:
-    """Round linears that read the same; of those of low rank only the columns that are stored as a linear.
+    """Round linears that read the same; of a low rank only the columns that are stored as a linear.
 
     Args:
         linears: names. tensors, ranks: the layer's, and the sublayer's. gram: `(n, n)` of what they read.

@@ -28,7 +28,7 @@ def find_shared_heads(
 ) -> dict[str, torch.Tensor]:
     """Return the heads that stay in the self-attention of every stack, ascending int64, by the stack's prefix.
 
-    With `id` they are the pivots of heads whose columns are those of all layers, one below the other, so that
+    With `id` they are the pivots of heads that have the columns of all layers, one below the other, so that
     output-weighted Grams add up (STAT section 3.2). Other selectors sum the scores over the layers.
 
     Args:

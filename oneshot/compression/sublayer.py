@@ -210,7 +210,7 @@ class SublayerTask:
     def solve(self, tensors: Tensors, statistics: Any) -> tuple[torch.Tensor, Any, torch.Tensor | None]:
         """Return the kept units, the factors, and the values' subspaces if they shrink.
 
-        `statistics` are those of `measure`, or None for a choice by weights alone.
+        `statistics` are what `measure` returned, or None for a choice by weights alone.
         """
         raise NotImplementedError
 

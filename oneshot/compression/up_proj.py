@@ -1,4 +1,4 @@
-"""The correction of `up_proj` by least squares over the kept neurons, after that of `down_proj`."""
+"""The correction of `up_proj` by least squares over the kept neurons, after `down_proj` was corrected."""
 
 from dataclasses import replace
 

@@ -39,7 +39,7 @@ class Reading:
         """Return the first rows of a source under our names of columns.
 
         Args:
-            choices: our names and those of a data set; the first choice that the source has every column of is taken.
+            choices: our names and a data set's; the first choice that the source has every column of is taken.
 
         Raises `CalibrationError` if the source fits none.
         """

@@ -13,7 +13,7 @@ from oneshot.evaluation.examples import Inputs, Reading, text_of
 
 @dataclass(frozen=True)
 class Retrieval:
-    """Examples `question, passage`: the passages of all examples are searched for that of each question.
+    """Examples `question, passage`: the passages of all examples are searched for each question's own.
 
     Attributes:
         questions, passages: passages are distinct. own: the place of each question's passage, int64 `(questions,)`.
@@ -54,7 +54,7 @@ class Retrieval:
 
         `retrieval` is the share of questions whose own passage has the largest cosine, `agreement` the share with the
         same passage as for the baseline, and `neighbours` the share with the same nearest other question. `cosine` is
-        that of an embedding to the baseline's, over questions and passages.
+        the mean cosine of an embedding to the baseline's, over questions and passages.
         """
         found = self._found(embeddings)
         numbers = {"retrieval": float((found == self.own).double().mean())}

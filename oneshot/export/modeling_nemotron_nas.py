@@ -1,7 +1,7 @@
 """The form nemotron-nas for transformers: a Llama that states the FFN width and the KV heads of every layer.
 
 This file is shipped with every checkpoint of the form. It needs torch and transformers and nothing else;
-`AutoModelForCausalLM.from_pretrained(…, trust_remote_code=True)` runs it. The config and the tensors are those of
+`AutoModelForCausalLM.from_pretrained(…, trust_remote_code=True)` runs it. The config and the tensors have the names of
 NVIDIA's Nemotron-NAS models, so engines that have this architecture read them with code of their own.
 """
 
@@ -71,7 +71,7 @@ stated_layers: Any = getattr(getattr(LlamaConfig, "per_layer_config", None), "fg
 
 
 def cache_slot(config: DeciLMConfig, layer_idx: int) -> int:
-    """Return the place of a layer in caches: its number. Their length is that of the first place.
+    """Return the place of a layer in caches: its number. The first place has their length.
 
     So the first layer with attention has it, where the layers before have none.
     """

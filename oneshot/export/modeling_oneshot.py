@@ -34,7 +34,7 @@ class OneshotConfig(LlamaConfig):
     """A Llama config, and the sizes of every layer.
 
     `layers` has a dictionary for each layer with the fields of `LayerShape` in the package oneshot. `norm_width` is the
-    hidden size that norms divide by, which is the dense model's. `head_dim` is that of its queries and
+    hidden size that norms divide by, which is the dense model's. `head_dim` is the size of its queries and
     keys. `head_map`: the tied output head reads the last hidden state through a matrix. `num_positions`: rows of a
     learned position embedding, 0 for rotary positions. `embedding`: the rows and the rank of every range of the
     vocabulary, None for one table of full width. `centred_embedding`: embedded tokens lose their mean, as the family's
@@ -56,7 +56,7 @@ class OneshotConfig(LlamaConfig):
 
 
 def cache_slot(attends: list[bool], layer_idx: int) -> int:
-    """Return the place of a layer in caches: its number. Their length is that of the first place.
+    """Return the place of a layer in caches: its number. The first place has their length.
 
     So the first layer with attention has it, where the layers before have none.
     """
@@ -122,7 +122,7 @@ class OneshotCoordinates(nn.Module):
         if expand:
             every = torch.cat((x, nn.functional.linear(x, self.weight)), dim=-1)
             return torch.empty_like(every).scatter(-1, self.columns.expand(every.shape), every)
-        states = x.flatten(0, -2)  # a CPU reads columns of a matrix faster than those of a batch
+        states = x.flatten(0, -2)  # a CPU reads columns of a matrix faster than columns of a batch
         if x.dtype == torch.float32:
             chosen = states.index_select(1, self.columns)  # twice as fast as gathering, but slower in other dtypes
         else:
@@ -219,7 +219,7 @@ class OneshotAttention(nn.Module):
         return self.o_proj(self.o_read(output.reshape(*shape, -1).contiguous())), weights
 
     def of_group(self, table: torch.Tensor) -> torch.Tensor:
-        """Cosines or sines `(batch, length, head_dim)` -> those of each KV group's pairs `(batch, G, length, k)`."""
+        """Cosines or sines `(batch, length, head_dim)` -> the ones of each KV group's pairs `(batch, G, length, k)`."""
         if not self.rotary_selected:
             return table.unsqueeze(1)
         chosen = table[..., self.rotary_pairs]

@@ -412,6 +412,6 @@ def classifier_of(config: OneshotEncoderConfig) -> nn.Linear:
 
 
 def classifier_dropout(config: OneshotEncoderConfig) -> nn.Dropout:
-    """Return the dropout before a classifier: the classifier's own, or that of the hidden states."""
+    """Return the dropout before a classifier: the classifier's own, or the hidden states'."""
     own = config.classifier_dropout
     return nn.Dropout(config.hidden_dropout_prob if own is None else own)

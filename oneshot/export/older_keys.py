@@ -1,7 +1,7 @@
 """Rotary positions under the keys of config.json that transformers 4 and other engines read (mlx-lm, for one).
 
 transformers 5 states them as `rope_parameters`: one record, or one for each kind of layer. Older classes have keys of
-their own; what they cannot state is left out. The keys are those of the config classes of transformers 4.57.
+their own; what they cannot state is left out. The config classes of transformers 4.57 have these keys.
 """
 
 from collections.abc import Mapping

@@ -33,9 +33,9 @@ def planned_parts(
 ) -> list[Tensors]:
     """Return the tensors of the layers and of the parts outside them, on torch's meta device: dtypes and shapes.
 
-    Names and shapes of a layer are those of the result's model class. Dtypes are the input's; tensors that the input
-    lacks take that of the output of attention, or of the mixer in its place. What is outside the layers is read and
-    folded without values.
+    A layer has the names and shapes of the result's model class, and the input's dtypes. New tensors take the dtype of
+    attention's output projection, or of the carried mixer. What is outside the layers is read and folded without
+    values.
 
     Args:
         quantisation: of linears of the layers. subspaces: subspaces of a smaller hidden size; None at full size.

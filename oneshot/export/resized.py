@@ -127,7 +127,7 @@ class ResizedForm(OwnCode, StockForm):
 
 
 def _low_rank(stack: Stack, tensors: Tensors) -> list[str]:
-    """Return the linears of a layer whose tensors are those of a low rank."""
+    """Return the linears of a layer that are stored with a low rank."""
     return [
         linear
         for sublayer in stack.sublayers

@@ -22,7 +22,7 @@ def output_squares(model: ResultModel, seed: int, advance: Advance) -> InputSqua
     The loss is of tokens that are drawn from the prediction, so the means over tokens are the diagonal of the Fisher
     matrix at these outputs. The gradient at the embedding has the name of its module. The output head has the
     probabilities of tokens, which bound their variance, and the squares of what it reads under `lm_head.inputs`.
-    The pass is that of the output curvature (`profiling/curvature`), outside inference mode.
+    The pass is made as for the output curvature (`profiling/curvature`), outside inference mode.
     """
     squares = InputSquares()
     states = [model.embedded()]

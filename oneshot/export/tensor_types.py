@@ -185,7 +185,7 @@ def write_quantised(path: Path, priced: Sequence[Priced], kinds: Mapping[str, st
         writer.write_tensor_data(tensor.data if one is None else _quantised(tensor, one, kinds[one.module]))
     writer.close()
     make_durable(unfinished, path)
-    # llama-quantize searches for patterns: those of `output.weight` would be found in `attn_output.weight`
+    # llama-quantize searches for patterns: one of `output.weight` would be found in `attn_output.weight`
     lines = [rf"^{re.escape(names[module])}$={kind.lower()}" for module, kind in kinds.items()]
     path.with_name(TYPES_NAME).write_text("\n".join(lines) + "\n")
 
@@ -231,7 +231,7 @@ def _usable(importance: np.ndarray | None) -> np.ndarray | None:
 
 
 def _sampled(weights: Sequence[Weights]) -> np.ndarray:
-    """Return the rows by which damages are estimated: evenly spaced, or those of a table that count most."""
+    """Return the rows by which damages are estimated: evenly spaced, or the rows of a table that count most."""
     count = len(weights[0][0])
     if count <= SAMPLED_TOKENS * 4 and len(weights) == 1:
         return np.unique(np.linspace(0, count - 1, min(count, SAMPLED_ROWS)).round().astype(np.int64))

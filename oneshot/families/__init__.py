@@ -1,4 +1,4 @@
-"""Model families: odd ones have a file each, those of a few lines are in `llamas`, `layer_norms` and `other_mixtures`.
+"""Model families: odd ones have a file each, short ones are in `llamas`, `layer_norms` and `other_mixtures`.
 
 To add one: a `Description`, and its name in `reading.FAMILIES`.
 """

@@ -24,7 +24,7 @@ MIXERS = Carried(
 
 
 def variant(family: Description, config: dict[str, Any]) -> Description:
-    """Return the family with the factors of a config; those of the mixers are in the stock class alone."""
+    """Return the family with the factors of a config; the mixers' are in the stock class alone."""
     factors = config.get("mlp_multipliers")
     of_gate, of_output = factors if isinstance(factors, list) and len(factors) == 2 else (1.0, 1.0)
     stack = replace(

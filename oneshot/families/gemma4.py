@@ -2,8 +2,8 @@
 number that multiplies the stream after every layer.
 
 The mixture has experts beside the FFN, which stays as it is. The small models (E2B, E4B) read a row of a table for the
-token in every layer. Their last layers have no keys and values: they read those of the last layer before them whose
-attention is of their type, and in the E2B their FFNs are twice as wide as the others.
+token in every layer. Their last layers have no keys and values: they read the keys and values of the last layer
+before them whose attention is of their type, and in the E2B their FFNs are twice as wide as the others.
 """
 
 from collections.abc import Sequence
@@ -123,7 +123,7 @@ def _carried(config: dict[str, Any], family: Description) -> dict[int, Carried]:
 
 
 def _double_width(config: dict[str, Any]) -> int | None:
-    """Return the width of the wide FFNs: the config states that of the others."""
+    """Return the width of the wide FFNs: the config states the others' width."""
     width = config.get("intermediate_size")
     return 2 * width if isinstance(width, int) and not isinstance(width, bool) else None
 

@@ -1,7 +1,7 @@
 """GLM-4.5 and later: mixtures with dense first layers, sigmoid gates, a shared expert, and a bias that chooses.
 
 `e_score_correction_bias` is added to the scores by which a token's experts are chosen, and not to their gates. If the
-experts are in groups, those of a token come from the best groups.
+experts are in groups, a token's come from the best groups.
 """
 
 from collections.abc import Sequence

@@ -51,7 +51,7 @@ def scaled_embedding(family: Description, config: dict[str, Any]) -> Description
 
 
 def granite_factors(family: Description, config: dict[str, Any]) -> Description:
-    """Return the family with the factors of a config; that of attention scores is in the stock class alone."""
+    """Return the family with the factors of a config; the factor of attention scores is in the stock class alone."""
     stack = replace(
         family.stack,
         embedding_scale=float(config.get("embedding_multiplier", 1.0)),

@@ -71,7 +71,7 @@ WRAPPERS = (
 
 
 def text_of(family: Description, config: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of a config.json that describes the language model: all of it, or that of a wrapper."""
+    """Return the part of a config.json that describes the language model: all of it, or a wrapper's `text_config`."""
     inner = None if family.text_module is None else config.get("text_config")
     return inner if isinstance(inner, dict) else config
 

@@ -17,7 +17,7 @@ def profile_stages(work: Work) -> list[Stage]:
     heads, experts = shape.num_attention_heads * shape.head_dim, expert_memory.as_profiled(work)
     count = num_probes(kinds, shape.num_hidden_layers, work.predicts_divergences)
     number = probe_sequences(work.text.num_sequences) * length * work.dtype.itemsize
-    # the dense states before and behind each sublayer and its sum, and those of the probe that moves; keys and values
+    # the dense states before and behind each sublayer and its sum, and the moving probe's states; keys and values
     # that later layers read are not stored
     probes = computed((6 * shape.hidden_size + (count + 2) * shape.lent) * number, LENGTH)
     summed, held, curves = _neurons(work) if shape.experts is None else _experts(experts)

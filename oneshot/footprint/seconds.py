@@ -184,14 +184,14 @@ def _layer_seconds(work: Work, kept: float, forward: float, rates: Rates, store:
     """Return the seconds of a layer with `kept` neurons."""
     shape, size, tokens = work.shape, work.shape.intermediate_size, work.num_tokens
     hidden, schedule, method = shape.hidden_size, work.schedule, work.method
-    ffns, passed = shape.ffns_per_layer, shape.ffns_per_layer / shape.tokens_per_arrival  # all, and those of a token
+    ffns, passed = shape.ffns_per_layer, shape.ffns_per_layer / shape.tokens_per_arrival  # all, and a token's
     groups = num_groups(work)
     seconds: defaultdict[str, float] = defaultdict(float)
     if schedule.streams:
         share, product = schedule.dense_share, 2 * passed * size * hidden  # of a token's neurons with its target
         moves = 1 + (kept / size) + share + method.reduces_heads / 2
         moves += (2 + method.solves) * schedule.removes_experts  # effects of one expert more, and the dense output
-        # other groups of experts also need the mixture as it is, that of the dense stream, and all of its experts
+        # each further group repeats three passes: the mixture, the dense stream's mixture, and its experts
         again = (groups - 1) * (1 + share + method.solves * schedule.removes_experts)
         seconds["forward"] += tokens * (moves * forward + (share + 3 * again) * product) / rates.stream
         seconds["sums"] += (passed * _gram(size, tokens) + tokens * share * product) / rates.sums
@@ -263,7 +263,7 @@ def operations_of_token(work: Work, rates: Rates) -> float:
 
 
 def _latency(work: Work) -> float:
-    """Return the seconds in which a device solves the experts of a layer beyond those of their operations."""
+    """Return the fixed device overhead, in seconds, of solving a layer's experts, on top of their arithmetic."""
     return 0.0 if work.shape.experts is None else work.shape.experts.count * EXPERT_SECONDS
 
 

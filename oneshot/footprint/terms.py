@@ -59,7 +59,7 @@ class Stage:
     """The memory at the peak of a stage.
 
     `has_states`: whether hidden states may be stored meanwhile. `own_stores`: bytes of each of its activation stores;
-    None for those of the streams.
+    None for the streams' own.
     """
 
     name: str

@@ -27,7 +27,7 @@ WIDTH_STEPS = 8  # widths that a layer may keep if a profile will decide
 
 @dataclass(frozen=True)
 class Work:
-    """A run in numbers. Bytes are those of tensors as the checkpoint stores them.
+    """A run in numbers. Bytes are of tensors as the checkpoint stores them.
 
     Attributes:
         plan: None for a run that only makes a profile. exact: whether its sizes are final; a profile changes them

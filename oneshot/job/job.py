@@ -119,7 +119,7 @@ class Job:
             groups=str(groups),
             served="" if config.target.serve is None else config.target.serving.words,
         )
-        if by_profile and self.budget.unit == "parameters":  # not those of equal layers
+        if by_profile and self.budget.unit == "parameters":  # not the parameters of equal layers
             parameters = round(self.budget.target)
             stored = self.footprint.stored_parameters | {"compressed": parameters}
             result_bytes, _ = file_bytes(run, config, parameters, self.plan)

@@ -137,7 +137,7 @@ def _states(job: Job) -> States:
 def _compress_further(job: Job, further: FurtherResult, states: States | None, journal: Journal) -> None:
     """Compress the blocks of layers that predict tokens after the next one, where the sizes of layers are theirs.
 
-    They follow the model's layers in the journal; those of an interrupted run are only replayed. `states`: after the
+    They follow the model's layers in the journal; an interrupted run's are only replayed. `states`: after the
     model's last layer; None if the method chooses by weights alone.
     """
     run, first = job.run, job.run.model.shape.num_hidden_layers

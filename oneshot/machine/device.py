@@ -77,7 +77,7 @@ def _cusolver() -> Iterator[None]:
 def repeatable_attention(device: torch.device) -> Iterator[None]:
     """Let attention on a CUDA device be products and a softmax, which have gradients that add up in a fixed order.
 
-    Those of fused kernels add up in any order, so two runs would differ.
+    Gradients of fused kernels add up in any order, so two runs would differ.
     """
     if device.type != "cuda":
         yield

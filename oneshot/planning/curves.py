@@ -40,7 +40,7 @@ class Profile:
             were not profiled.
         ffn_tails: `(layers, n + 1)`: `‖R22‖_F` of the pivoted QR of the neurons' activations, weighted by the norms of
             the columns that read them, for every number k of kept neurons (STAT section 3.3, A.3).
-        head_tails: `(layers, units + 1)`: the same of the columns of all heads, those of the kept heads first (STAT
+        head_tails: `(layers, units + 1)`: the same of the columns of all heads, kept heads first (STAT
             section 3.2, step 2); zeros if heads were not profiled.
         query_key_errors: `(layers, h + 1)`: what every size of queries and keys loses of the scores
             (`inner_heads.query_key_errors`); zeros if they were not profiled.

@@ -32,7 +32,7 @@ class HiddenPlan:
 class LayerPlan:
     """The kept FFN width, heads and experts of one layer; zero if the FFN, attention or both are left out.
 
-    `query_key_size` and `value_size` are kept per head; None for all. The ranks are those of linears with low rank;
+    `query_key_size` and `value_size` are kept per head; None for all. The ranks are of linears with low rank;
     None for whole ones.
     """
 

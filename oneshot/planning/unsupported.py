@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def errors_against(grid: "Grid", method: Method, target: Target) -> list[OneshotError]:
     """Return errors for everything that this form, or no form of the family, can have.
 
-    If the form cannot hold the model, the others are those of the form that is advised in its place.
+    If the form cannot hold the model, the others are about the form that is advised in its place.
     """
     if grid.refusal is not None:
         others = [] if grid.instead is None else errors_against(grid.instead, method, target)

@@ -134,7 +134,7 @@ def _first_overflow(states: Sequence[ActivationStore], batches: Sequence[Batch])
 def measured_sizes(family: Description, shape: ModelShape, stack: Stack) -> dict[str, int]:
     """Return the sizes `n` of the matrices `(n, n)` that are measured of a layer, by their names in `LayerCurvature`.
 
-    Only ranks of attention's linears need those of attention.
+    Only ranks of attention's linears need attention's matrices.
     """
     sizes = {"ffn": shape.hidden_size}
     if family.may_have_ranks(shape) and any(attention.ranked for attention in stack.attentions):
@@ -228,8 +228,8 @@ def _gradients(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return the gradient at the layer's input `x (sequences, length, D)`, and those inside it that are `measured`.
 
-    `behind`: the gradient behind the layer. `norms`: those inside the sublayers. All gradients are `(sequences, length,
-    …)`; those of `query_key` are at queries and keys together. `beside`: what the layer reads beside the stream; its
+    `behind`: the gradient behind the layer. `norms`: inside the sublayers. All gradients are `(sequences, length,
+    …)`; `query_key` has one for queries and keys together. `beside`: what the layer reads beside the stream; its
     sums get the gradients at keys and values that it borrows.
     """
     mixer, ffn = stack.mixer_index, stack.index_of("ffn")

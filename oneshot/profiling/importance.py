@@ -21,7 +21,7 @@ def measure_importance(
 ) -> InputSquares:
     """Pass the text through the dense model once, layer by layer, and return the sums of all workers on the host.
 
-    They are named by the modules of the stock class, `model.layers.3.mlp.down_proj`; those of experts by the parameter.
+    They are named by the modules of the stock class, `model.layers.3.mlp.down_proj`; experts by the parameter.
     The output head has sums if it is a linear of its own.
 
     Args:

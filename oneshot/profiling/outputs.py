@@ -8,7 +8,7 @@ from oneshot.stream import Layer
 
 
 class SublayerOutput:
-    """The output of a dense sublayer, to compare those of reduced ones with.
+    """The output of a dense sublayer, to compare with the outputs of reduced ones.
 
     Args:
         x: the stream before the sublayer, `(sequences, length, D)`.

@@ -41,8 +41,8 @@ class Probe:
 class Probes:
     """The probe sequences in the dense model, whose hidden states are `dense`, and the probes of reduced sublayers.
 
-    All move side by side, so every layer is read once. Their states `(sequences, length, D)` are stored as those of the
-    text are.
+    All move side by side, so every layer is read once. Their states `(sequences, length, D)` are stored as the text's
+    are.
 
     Args:
         machine: where they are stored. most: how many probes there may be. memory: what layers read beside `dense`;
@@ -92,7 +92,7 @@ class Probes:
         """Return what errors cost in nats per token, float64 `(layers,)`; zeros where nothing was probed.
 
         The first are divergences from the dense output per relative squared error, of each kind of `PROBED_KINDS`,
-        `LEFT_OUT_SUBLAYERS` and `INNER_SIZES`. The second is that of FFNs per `energy`. `output`: the final norm and
+        `LEFT_OUT_SUBLAYERS` and `INNER_SIZES`. The second are FFNs' ones per `energy`. `output`: the final norm and
         the output head.
         """
         kinds = (*PROBED_KINDS, *LEFT_OUT_SUBLAYERS, *INNER_SIZES)
@@ -120,7 +120,7 @@ def probe_sequences(num_sequences: int) -> int:
 
 
 def probed_layers(layers: Sequence[int], predicts: bool) -> list[int]:
-    """Return those of the `layers` whose reduced FFN passes the rest of the model.
+    """Return the layers, of the given ones, whose reduced FFN passes the rest of the model.
 
     Output curvature predicts the divergence up to a factor. In SmolLM2-135M it is 5.7 and 1.9 in the first layers, 3.5
     in the last two, and 1.1 to 1.6 in all others. So if it `predicts` the divergence, a few layers suffice.

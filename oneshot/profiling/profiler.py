@@ -1,6 +1,6 @@
 """One dense pass: error curves of every smaller size, and what reduced sublayers do to the model's output.
 
-A few *probe* sequences, apart from those of the statistics, pass through the model once for every sublayer that is
+A few *probe* sequences, of which the statistics have none, pass through the model once for every sublayer that is
 reduced alone. Each worker has its part of the statistics' sequences. Workers take turns with the sublayers: one
 computes a sublayer's curve and moves its probe.
 """

@@ -46,7 +46,7 @@ def add_check(folder: Path, report: Report, check: Check) -> Report:
 
 
 def identity_of(report: Report) -> str:
-    """Return what tells the report of a run from those of all other runs, whatever is added to it later."""
+    """Return what tells a run's report from all other runs' reports, whatever is added to it later."""
     seconds = _without_check(report)
     own = replace(report, seconds=seconds, check=None, evaluations=(), peak_bytes=0, peak_device_bytes=0)
     return seal(own.to_dict())

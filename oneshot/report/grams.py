@@ -29,7 +29,7 @@ def gram_sentences(elsewhere: Sequence[GramNote], layers: Sequence[LayerReport])
     """Return what the user should know: a sentence for each kind of Gram, and what was done about it.
 
     Args:
-        elsewhere: notes from before the layers, as those of a profile. layers: the reports of all layers.
+        elsewhere: notes from before the layers, such as a profile's. layers: the reports of all layers.
     """
     sentences = []
     for note in worst([*elsewhere, *(each for layer in layers for each in layer.gram_notes)]):

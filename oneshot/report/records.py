@@ -80,7 +80,7 @@ class Footprint:
         check_device_bytes: as `device_bytes`.
         check_fits: whether both are allowed; the check is left out otherwise.
         check_seconds: seconds of the check; they are not in `total`.
-        text_seconds: those of `prepare` in which the model writes text.
+        text_seconds: the part of `prepare` in which the model writes text.
         dtype: the dtype of the forward passes and why it was taken; empty if the user named it.
         form: the form of the result; None of a profile alone.
         groups: the groups of weights of quantisers that divide the inputs of all linears, in words.
@@ -188,9 +188,9 @@ class Report:
     for other removed shares of the parameters, which are its names; None without a profile.
     `weights_hash`: of the input's tensors. `timings`: the seconds of calls that a plan by latency was made by.
     `evaluations`: what `oneshot evaluate` added later, the newest last. `further_parameters`: of layers that predict
-    tokens after the next one, which no other number counts; None if the result has none. `stored_parameters` has those
-    of the input (`dense`) and of the result (`compressed`), and of the model that an input of ours came from
-    (`original`). `mixture`: the verdict of a profile that measured narrower and fewer experts (`report.mixture`).
+    tokens after the next one, which no other number counts; None if the result has none. `stored_parameters`: of the
+    input (`dense`), of the result (`compressed`), and of the model that an input of ours came from (`original`).
+    `mixture`: the verdict of a profile that measured narrower and fewer experts (`report.mixture`).
     """
 
     config: dict[str, Any]

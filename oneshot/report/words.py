@@ -49,7 +49,7 @@ def left(seconds: float) -> str:
 
 
 def amount(number: float) -> str:
-    """Return a large number, such as that of parameters, as `107.6 M`."""
+    """Return a large number, such as a count of parameters, as `107.6 M`."""
     for unit, size in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
         if number >= size:
             return f"{number / size:.1f} {unit}"

@@ -64,7 +64,7 @@ class Run:
         method: with every `auto` settled for the grid. timings: by which latencies are planned, and where they were
             measured; None without such a plan.
         fits_text: whether sizes or weights of a result depend on the text.
-        plans_by_profile: whether a result is planned by the given profile, whose model and text are those of the run.
+        plans_by_profile: whether a result is planned by the given profile, which has the run's model and text.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Check before any work that our way through a model is that of its stock class: a family may be described wrongly.
+"""Check before any work that our way through a model equals its stock class's: a family may be described wrongly.
 
 A few tokens pass transformers' own model with one layer of every kind, and with those whose keys it borrows. Hooks keep
 the states before every sublayer. From each of them our own step has to lead to the next. It also finds a release of
@@ -37,7 +37,7 @@ PART_NAMES = {"heads": "attention", "cross-heads": "cross-attention", "carried":
 
 @dataclass(frozen=True)
 class _Step:
-    """A part of the model: our own states after it, those of the stock model, and those `before` it (None: zeros)."""
+    """A part of the model: our own states after it, the stock model's, and the states `before` it (None: zeros)."""
 
     name: str
     ours: torch.Tensor

@@ -19,7 +19,7 @@ class Memory:
     Attributes:
         states: the encoder's output, which cross-attention reads, `(sequences, source length, D)`; None without one.
         lent: keys and values of earlier layers; None without layers that borrow them.
-        tokens, places: what tokens read in each layer, and its rows for those of the batch, int64 `(sequences,
+        tokens, places: what tokens read in each layer, and its rows for the tokens of the batch, int64 `(sequences,
             length)`; None without.
     """
 

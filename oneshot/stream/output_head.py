@@ -1,4 +1,4 @@
-"""The output of a model, to compare those of two: predictions of tokens, or the last hidden states."""
+"""The output of a model, to compare two models: predictions of tokens, or the last hidden states."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

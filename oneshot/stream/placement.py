@@ -22,7 +22,7 @@ class Block:
     rows: int
 
     def of(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Return the numbers `(n, rows, …)` of its `n` experts from those of all pairs of a `Placement`."""
+        """Return the numbers `(n, rows, …)` of its `n` experts, taken from the numbers of all pairs."""
         count = len(self.experts)
         return numbers[self.first : self.first + count * self.rows].unflatten(0, (count, self.rows))
 
@@ -41,7 +41,7 @@ class Placement:
 
     Attributes:
         pairs: int64, places in the flattened `chosen (tokens, k)`, ascending for every expert; `tokens · k` where an
-            expert of several has fewer than the longest. tokens: those of the pairs; any where there is no pair.
+            expert of several has fewer than the longest. tokens: of the pairs; any where there is no pair.
         counts: int64 `(E,)`, the tokens of every expert.
         blocks: of all experts that get a token. is_padded: whether there are places without a pair.
     """

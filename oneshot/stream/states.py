@@ -1,8 +1,8 @@
 """The hidden states of the calibration text on their way through the model, layer by layer.
 
-The *compressed* stream has the hidden states of the compressed model. The *dense* stream has those of the untouched
-model; it exists only if a correction's target comes from it, and may have only each n-th batch. Sublayers are deferred:
-a pass over the text that has to read the states anyway also moves them through the sublayers that are waiting.
+The *compressed* stream has the hidden states of the compressed model. The *dense* stream has the untouched model's; it
+exists only if a correction's target comes from it, and may have only each n-th batch. Sublayers are deferred: a pass
+over the text that has to read the states anyway also moves them through the sublayers that are waiting.
 
 An encoder–decoder is passed stack by stack. Each stream's final states of the encoder stay, as the memory that the
 decoder's cross-attention reads in that stream. Keys and values that later layers read again stay in the same way.
@@ -84,7 +84,7 @@ class States:
             self._dense = _Stream(of_number, self._embedded(batches, embedding, norm), own_memory)
         self._judged = numbers[-1] if numbers else len(own) - 1
         self.dense_share = _num_tokens(everywhere[::dense_every]) / _num_tokens(everywhere) if dense_every else 0.0
-        # every layer advances by all tokens, though an encoder passes only those of the source
+        # every layer advances by all tokens, though an encoder passes only the source's
         part_tokens = text.part(self.part).num_tokens
         self._progress = part_tokens / max(1, num_rows(self._batches))
 
@@ -110,7 +110,7 @@ class States:
                 stream.enter_decoder(norm, lambda batches: self._embedded(batches, embedding, None))
 
     def enter(self, model: Model, entered: Callable[[torch.Tensor, Batch], torch.Tensor]) -> None:
-        """Go on to the layers of another model with equal states, whose first ones are made of those of every batch.
+        """Go on to the layers of another model with equal states, whose first ones are made of every batch's.
 
         Nothing may be deferred.
         """

@@ -19,7 +19,7 @@ def builtin_tasks() -> tuple[str, ...]:
 
 
 def expanded(tasks: Sequence[str]) -> list[str]:
-    """Return the names with those of all built-in tasks in place of `builtin`, each once."""
+    """Return the names, with all built-in tasks in place of `builtin`, each once."""
     found = [name for task in tasks for name in (builtin_tasks() if task == ALL_BUILTIN else (task,))]
     return list(dict.fromkeys(found))
 

@@ -1,4 +1,4 @@
-"""Examples with their own lengths: how they are gathered and ordered, and those of an encoder."""
+"""Examples with their own lengths: how they are gathered and ordered, and an encoder's examples."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -83,7 +83,7 @@ class Text:
 
     @property
     def num_tokens(self) -> int:
-        """Return the tokens of all sequences, those of a decoder included."""
+        """Return the number of tokens of all sequences, a decoder's included."""
         own = self.token_ids.numel() if self.lengths is None else int(self.lengths.sum())
         return own if self.decoder is None else own + self.decoder.num_tokens
 
@@ -151,7 +151,7 @@ class Text:
 
 
 def placed(batches: Iterable[Batch]) -> list[Batch]:
-    """Return batches whose rows start at 0 and follow each other, and so do those of their decoders."""
+    """Return batches whose rows start at 0 and follow each other, and so do their decoders' rows."""
     listed, row, decoder_row = list[Batch](), 0, 0
     for batch in batches:
         own = replace(batch, rows=slice(row, row + batch.token_ids.numel()))

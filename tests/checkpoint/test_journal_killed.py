@@ -69,7 +69,7 @@ def finished_records(work: Path) -> int:
 
 
 def check_continues(tmp_path: Path, max_file_bytes: int) -> None:
-    """Continue the killed run: no part with a record is made again, and the bytes are those of an undisturbed run."""
+    """Continue the killed run: no part with a record is made again, and the bytes equal an undisturbed run's."""
     folder, undisturbed = tmp_path / "out", tmp_path / "undisturbed"
     assert not folder.exists()
     with open_journal(folder, MIXED, max_file_bytes=max_file_bytes, resume=True) as journal:

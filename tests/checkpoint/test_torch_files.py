@@ -59,7 +59,7 @@ def test_a_run_and_an_evaluation(
     text_file: Path,
     tmp_path: Path,
 ) -> None:
-    """The result is that of safetensors; own text is written by the stock class, which also reads the files."""
+    """The result equals safetensors'; own text is written by the stock class, which also reads the files."""
     folder, same = own_checkpoint(), make_checkpoint()
     as_torch_files(folder)
     results = []

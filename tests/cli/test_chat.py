@@ -1,4 +1,4 @@
-"""`oneshot chat`: the answers are those of the stock class, turn by turn."""
+"""`oneshot chat`: the answers equal the stock class's, turn by turn."""
 
 import io
 from pathlib import Path

@@ -1,6 +1,6 @@
 """Ask transformers in the environment of quantisers: `python ask_transformers.py REQUESTS.json ANSWERS.json`.
 
-Requests and answers are those of `ask_vllm.py`, without continuations.
+Requests and answers are as in `ask_vllm.py`, without continuations.
 """
 
 import json

@@ -122,7 +122,7 @@ def test_subspaces_of_values_are_the_best_for_their_features(features: str, weig
 
 
 def test_values_of_the_stock_model_give_the_subspaces(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
-    """SP3 equation 10: the stored rows of `v_proj` are those of the values' principal directions."""
+    """SP3 equation 10: the values' principal directions give the stored rows of `v_proj`."""
     checkpoint = make_checkpoint()
     settings = {"ffn": "none", "correction": "none", "value_features": "values", "value_weights": "none"}
     config = make_config(checkpoint, form="per-layer", value_size=3, **settings)

@@ -59,7 +59,7 @@ def test_the_corrected_writer_equals_least_squares_towards_its_target(
 def test_with_much_text_every_other_batch_stands_for_the_residual(
     make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path
 ) -> None:
-    """The Gram and the dense output have all tokens; the residual has those of two of four batches, twice."""
+    """The Gram and the dense output have all tokens; the residual has the tokens of two of four batches, twice."""
     checkpoint = make_checkpoint(width=64, layers=2)
     settings = {"correction": "two-stream", "residual_weight": 1.0, "damping": 1e-7, "batch_size": 64}
     text = tmp_path / "long.txt"

@@ -92,7 +92,7 @@ UNGROUPED = {"n_group": 1, "topk_group": 1}
 def test_whole_experts_go_with_all_that_is_theirs(
     name: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig
 ) -> None:
-    """Without a correction the experts that stay are those of the input, biases and rows of the router included."""
+    """Without a correction the experts that stay are the input's, biases and rows of the router included."""
     folder = make_checkpoint(**CASES[name].options | (UNGROUPED if name != "gpt_oss" else {}))
     options = {"experts": "effects", "num_experts": 3, "ffn": "none", "sparsity": None, "correction": "none"}
     config = make_config(folder, **options)

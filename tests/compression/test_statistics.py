@@ -70,7 +70,7 @@ def test_a_target_cannot_be_forgotten() -> None:
 
 @given(seed=st.integers(0, 100), num_targets=st.integers(1, 7))
 def test_rows_with_a_target_stand_for_the_others(seed: int, num_targets: int) -> None:
-    """The residual of some batches is scaled to all rows, and the Gram is that of all rows."""
+    """The residual of some batches is scaled to all rows, and the Gram is of all rows."""
     rng = np.random.default_rng(seed)
     rows, lost = rng.standard_normal((8, 3, 4)), rng.standard_normal((num_targets, 3, 5))
     accumulator = GramAccumulator(4, output_size=5, device=CPU)

@@ -1,6 +1,6 @@
 """What the card and the command line say of engines that ask the number of layers or heads instead of the config.
 
-The numbers are those of llama.cpp (llama-cpp-python 0.3.36, `src/models/*.cpp`) and mlx-lm 0.32.2.
+The numbers are from llama.cpp (llama-cpp-python 0.3.36, `src/models/*.cpp`) and mlx-lm 0.32.2.
 """
 
 import logging

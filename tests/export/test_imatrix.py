@@ -86,7 +86,7 @@ def stock_model(folder: Path) -> Any:
 
 
 def assert_equal_reads(squares: InputSquares, reads: Reads, model: Any) -> None:
-    """Compare all sums with those of a whole model; every weight of a layer that multiplies has some."""
+    """Compare all sums with a whole model's; every weight of a layer that multiplies has some."""
     weights = dict(model.named_parameters())
     for name, sums in squares.sums.items():
         weight = weights.get(f"{name}.weight", weights.get(name))

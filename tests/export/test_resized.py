@@ -79,7 +79,7 @@ def load(folder: Path) -> Any:
 def test_a_result_computes_what_the_stream_passed(
     name: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sizes and ranks differ from layer to layer, and are those of the plan; the cache changes nothing."""
+    """Sizes and ranks differ from layer to layer, as planned; the cache changes nothing."""
     last = keep_last_states(monkeypatch)
     keeps_heads = "heads" in CASES[name.partition("-")[0]].refused
     sizes: dict[str, Any] = {"heads": "none", "sparsity": 0.15} if keeps_heads else {"heads": "id", "sparsity": 0.2}

@@ -168,7 +168,7 @@ def test_continuous_batching_refuses_layers_with_other_caches(name: str, results
 
 @pytest.mark.parametrize("name", ["low ranks", "nemotron-nas", "gemma3"])
 def test_adapters_of_all_linears_merge(name: str, results: Callable[[str], Any]) -> None:
-    """Every adapter is trained, also those of low rank, and answers are the same after merging."""
+    """Every adapter is trained, also beside low ranks, and answers are the same after merging."""
     from peft import LoraConfig, get_peft_model
 
     model = deepcopy(results(name))

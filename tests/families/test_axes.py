@@ -37,7 +37,7 @@ VARIANTS = {
 
 
 def build(case: Case, options: dict[str, Any]) -> Any:
-    """Return the stock model with other sizes than those of the case."""
+    """Return the stock model with other sizes than the case's."""
     if case.build is build_t5:
         return build_t5(**options, width=56, d_model=96, num_heads=6, d_kv=10)
     if case.build is not build_model:

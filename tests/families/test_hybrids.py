@@ -42,7 +42,7 @@ CHANGED = {
 def test_carried_mixers_are_the_inputs_bit_for_bit(
     name: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Heads go where attention is plain; the states are those of the stream."""
+    """Heads go where attention is plain; the stream has the same states."""
     last = keep_last_states(monkeypatch)
     folder, refused = make_checkpoint(**variants()[name]), CASES[name.partition("-")[0]].refused
     config = make_config(folder, sparsity=0.15, heads="none" if "heads" in refused else "id")

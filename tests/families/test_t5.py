@@ -477,7 +477,7 @@ def test_a_rotation_at_full_width_gives_the_dense_logits(
 def test_directions_are_those_of_the_normed_hidden_states(
     stock: Any, folder: Path, make_config: MakeConfig, pairs: str
 ) -> None:
-    """Predicted errors equal those of the stock model's own states at every norm, of all stacks, in one subspace."""
+    """Predicted errors equal errors of the stock model's own states at every norm, of all stacks, in one subspace."""
     config = small_run(make_config, folder, calibration=pairs, recipe="tcsp", hidden_size=24)
     report, result = compress(config), load(config.output)
     inputs: dict[str, list[torch.Tensor]] = {}

@@ -111,7 +111,7 @@ def test_older_and_newer_names_of_tensors(prefix: str, tied: bool, tmp_path: Pat
 
 
 def test_a_flat_config(tmp_path: Path, save_model: Callable[..., Path], make_config: MakeConfig) -> None:
-    """The first Qwen2-VL models state the sizes of the language model beside those of images; they also write text."""
+    """The first Qwen2-VL models state the sizes of the language model beside the images'; they also write text."""
     folder = save_model(build_wrapper("qwen2_5_vl"))
     path = folder / "config.json"
     config = json.loads(path.read_text())

@@ -3,7 +3,7 @@
     PYTHONPATH=kernels python tests/kernels/ahead_of_time.py [--json]
 
 A driver that only names a target takes the place of CUDA's, and every launch becomes a compilation. So signatures,
-constants and the specialisation of arguments are those of the package's own calls. Run it in a process of its own: it
+constants and the specialisation of arguments are as in the package's own calls. Run it in a process of its own: it
 replaces Triton's driver for good, and Triton must not have been imported for its interpreter before.
 """
 
@@ -48,7 +48,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 class Compiled:
     """What one launch was compiled to.
 
-    `spilled_bytes` are those of a thread that live in memory for want of registers.
+    `spilled_bytes` of a thread live in memory for want of registers.
     """
 
     call: str

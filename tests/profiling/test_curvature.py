@@ -41,7 +41,7 @@ def is_carried(family: str, layer: Any) -> bool:
 
 
 def first(output: Any) -> torch.Tensor:
-    """Return what a module writes; that of gpt-oss also returns its gates."""
+    """Return what a module writes; gpt-oss's also returns its gates."""
     written: torch.Tensor = output[0] if isinstance(output, tuple) else output
     return written
 
@@ -51,7 +51,7 @@ def whole_model_gradients(
 ) -> list[dict[str, Rows]]:
     """Return gradients `(sequences, length, n)` of every layer, by one backward pass through all of it in float64.
 
-    The loss is of the tokens that were `drawn`, which are those of float64 but where its sums are as near to a level as
+    The loss is of the tokens that were `drawn`, which are float64's but where its sums are as near to a level as
     float32 rounds. With norms inside, gradients of writers are by outputs in units of their root mean square.
     """
     options: dict[str, Any] = {"dtype": torch.float64, "experts_implementation": "eager"}

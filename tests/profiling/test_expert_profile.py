@@ -88,7 +88,7 @@ def test_a_curve_is_least_squares_with_the_neurons_of_a_run(
             parts.append(missed(layer.shared_neurons(routing.inputs), down, factors.shared.kept_columns))
         lost, energy = np.array(parts).sum(0)
         assert float(errors[width]) == pytest.approx(lost / energy, rel=1e-3)
-        # that of the corrections with their ridges is a little more
+        # the error of the corrections with their ridges is a little larger
         _, corrected = join(task, tensors, [narrow(task, tensors, statistics)])
         assert float(errors[width]) < corrected < 1.1 * float(errors[width])
 

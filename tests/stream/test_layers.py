@@ -167,7 +167,7 @@ def test_sublayers_equal_the_stock_model(variant: str, make_checkpoint: MakeChec
 def assert_queries_and_keys_equal(
     ours: tuple[torch.Tensor, torch.Tensor], outputs: dict[str, torch.Tensor], attention: Attention, stack: Stack
 ) -> None:
-    """Assert that queries and keys before their norms and rotation are those of the stock linears."""
+    """Assert that queries and keys before their norms and rotation are what the stock linears write."""
     queries, keys = ours
     if attention.q in outputs:
         expected = outputs[attention.q], outputs[attention.k]

@@ -86,7 +86,7 @@ class Panel:
 def eliminate_(gram: torch.Tensor, rank: int, *, rows: torch.Tensor | None = None, width: int = WIDTH) -> Elimination:
     """Take up to `rank` greedy pivots of `gram`, which is destroyed, by right-looking pivoted Cholesky.
 
-    The rules are those of LAPACK's `dpstrf` (LAPACK Working Note 161). The largest remaining diagonal entry is the next
+    The rules are LAPACK's, of `dpstrf` (LAPACK Working Note 161). The largest remaining diagonal entry is the next
     pivot, and the first one in the present order where several are equal. It ends at n · eps · max diag(G).
 
     gram   [n, n] or [b, n, n] fp32 or fp64, contiguous, symmetric positive semidefinite, on any device; arithmetic is
