@@ -9,7 +9,7 @@ from oneshot.architecture.expert_sizes import ExpertSizes
 from oneshot.architecture.experts import Experts
 from oneshot.architecture.further import BEHIND, FurtherNames, stated_of_further, without_further
 from oneshot.architecture.further import PREFIX as FURTHER_PREFIX
-from oneshot.architecture.fused import from_files, fuse, part_of_output, split, to_files
+from oneshot.architecture.fused import from_files, fuse, part_of_output, split, stored_shapes, to_files
 from oneshot.architecture.latent import LatentSizes
 from oneshot.architecture.layer_shape import RANKED_KINDS, LayerShape, RankedKind, TableShape
 from oneshot.architecture.resizing import scaled_epsilon
@@ -56,6 +56,7 @@ __all__ = [
     "split",
     "stated_class",
     "stated_of_further",
+    "stored_shapes",
     "to_files",
     "without_further",
 ]

@@ -1,20 +1,17 @@
 """Form `per-layer` of encoders: a checkpoint of our own class under BERT's names, whose layers have their own sizes."""
 
-from collections.abc import Callable
 from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from oneshot.architecture import Description, LayerShape, ModelShape, StackShape, stated_class
-from oneshot.checkpoint import Journal, Model, complete_config
+from oneshot.checkpoint import Model, complete_config
 from oneshot.compression import StreamSubspaces
 from oneshot.compression.fold_post_norm import fold_output, fold_table, fold_tied_head
-from oneshot.config import SaveDtype
-from oneshot.export.companions import finish_weights
+from oneshot.export.llama_layers import RenamedLayers
 from oneshot.export.outside import Part, unchanged_outside
 from oneshot.export.own_code import OwnCode
-from oneshot.export.renamed_layers import RenamedLayers
 from oneshot.families import BERT, ENCODER_MODEL_TYPE
 from oneshot.planning import Grid, Plan
 from oneshot.tensors import Tensors
@@ -44,6 +41,7 @@ class EncoderForm(OwnCode, RenamedLayers):
     """A checkpoint of an encoder whose layers have their own widths and heads, and its states their own subspaces."""
 
     name = "per-layer"
+    modelling_files = (MODELLING_FILE,)
 
     def loading(self, config: dict[str, Any]) -> str:
         """Return how the result is opened."""
@@ -90,12 +88,6 @@ class EncoderForm(OwnCode, RenamedLayers):
 
         parts = [folded] if plan.hidden is not None else unchanged_outside(model)
         return [partial(renamed, part) for part in parts]
-
-    def write(
-        self, model: Model, plan: Plan, journal: Journal, advance: Callable[[int], None], save_dtype: SaveDtype
-    ) -> int:
-        """Complete the weight files beside the modelling file, and return the parameters that they hold."""
-        return finish_weights(journal, MODELLING_FILE)
 
 
 def _as_bert(family: Description, name: str) -> str:

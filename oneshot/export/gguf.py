@@ -19,7 +19,6 @@ from oneshot.checkpoint import GgufCheckpoint, Journal, Model, card_metadata, co
 from oneshot.checkpoint.gguf_rotary import FACTORS, reason_against_rotary, rotary_factors, rotary_metadata
 from oneshot.checkpoint.layout import Place
 from oneshot.checkpoint.pooling import KINDS, pooling_of
-from oneshot.compression import StreamSubspaces
 from oneshot.config import SaveDtype
 from oneshot.errors import CheckpointError, OutputError, PlanError
 from oneshot.export.gguf_tensors import FileTensor, Kind, file_kind, read_stored
@@ -29,12 +28,10 @@ from oneshot.export.llama_layers import (
     LlamaLayers,
     reason_against_llama,
 )
-from oneshot.export.outside import Part, folded_outside
 from oneshot.export.per_layer import per_layer_config
 from oneshot.families import FAMILIES
 from oneshot.machine.durable import UNFINISHED, make_durable
 from oneshot.planning import Grid, Plan
-from oneshot.tensors import Tensors
 
 NAME, FILE_NAME = "gguf", "model.gguf"
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
@@ -102,13 +99,6 @@ class GgufForm(LlamaLayers):
             )
         config = per_layer_config(model.checkpoint.config, model.shape, stack)
         return {name: value for name, value in config.items() if name != "auto_map"}
-
-    def outside(
-        self, model: Model, plan: Plan, subspaces: StreamSubspaces | None, embedding: Tensors | None
-    ) -> list[Part]:
-        """Return readers of the tensors outside the layers, one for each part of the journal."""
-        keep_tied = self.grid(model).stack(plan).head == "tied"
-        return folded_outside(model, NAMES, subspaces, keep_tied=keep_tied, centred=False)
 
     def write(
         self, model: Model, plan: Plan, journal: Journal, advance: Callable[[int], None], save_dtype: SaveDtype

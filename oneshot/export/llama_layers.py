@@ -1,22 +1,68 @@
-"""The base of forms whose layers have Llama's tensors: their names, their config, and their refusals."""
+"""The bases of forms whose layers have the names of another family, most of them Llama's, and their refusals."""
+
+from abc import ABC, abstractmethod
 
 from oneshot.architecture import Description, StackShape
 from oneshot.checkpoint import Model, complete_config
+from oneshot.compression import StreamSubspaces
 from oneshot.errors import PlanError
-from oneshot.export.outside import OutsideNames
-from oneshot.export.renamed_layers import RenamedLayers
+from oneshot.export.outside import OutsideNames, Part, folded_outside
 from oneshot.families import LLAMA
+from oneshot.planning import Grid, Plan
+from oneshot.tensors import Tensors
 
 ADAPTERS = 'Adapters of peft need names: `LoraConfig(target_modules="all-linear")`.'
 NAMES = OutsideNames(LLAMA.stack.embedding, "model.norm.weight", "lm_head.weight")
 
 
+class RenamedLayers(ABC):
+    """A form that names the tensors of every layer as another family does."""
+
+    @abstractmethod
+    def names_of(self, model: Model) -> Description:
+        """Return the family whose names a model's layers are stored under."""
+
+    def layer_prefix(self, model: Model, number: int) -> str:
+        """Return what the stored names of a layer begin with."""
+        return self.names_of(model).stack.layer_prefix(number)
+
+    def layer(self, model: Model, number: int, tensors: Tensors) -> Tensors:
+        """Return a layer's tensors under their stored names."""
+        prefix, renamed = self.layer_prefix(model, number), model.family.rename(tensors, self.names_of(model))
+        return {prefix + name: tensor for name, tensor in renamed.items()}
+
+    def original(self, model: Model, number: int, stored: Tensors) -> Tensors:
+        """Return the inverse of `layer`."""
+        prefix = self.layer_prefix(model, number)
+        tensors = {name.removeprefix(prefix): tensor for name, tensor in stored.items()}
+        return self.names_of(model).rename(tensors, model.family)
+
+
 class LlamaLayers(RenamedLayers):
-    """Name the tensors of every layer as Llama does."""
+    """A form that names the tensors of every layer, and those outside them, as Llama does."""
 
     def names_of(self, model: Model) -> Description:
         """Return Llama."""
         return LLAMA
+
+    @abstractmethod
+    def grid(self, model: Model) -> Grid:
+        """Return the sizes that the form can state for a model."""
+
+    def outside(
+        self, model: Model, plan: Plan, subspaces: StreamSubspaces | None, embedding: Tensors | None
+    ) -> list[Part]:
+        """Return readers of the tensors outside the layers, one for each part of the journal."""
+        grid = self.grid(model)
+        head = grid.stack(plan).head
+        return folded_outside(
+            model,
+            NAMES,
+            subspaces,
+            keep_tied=head != "own",
+            centred=grid.folds_layer_norms and head == "own",
+            embedding=embedding,
+        )
 
 
 def reason_against_llama(model: Model, form: str) -> str | None:

@@ -1,28 +1,21 @@
 """Form `nemotron-nas`: layers of different sizes as NVIDIA's Nemotron-NAS models state them, which engines know."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from oneshot.architecture import LayerShape, ModelShape, StackShape, scaled_epsilon
 from oneshot.architecture.stated_shapes import WIDTH_STEP
-from oneshot.checkpoint import Journal, Model, complete_config
+from oneshot.checkpoint import Model, complete_config
 from oneshot.checkpoint.own_sizes import KEPT_KEYS
-from oneshot.compression import StreamSubspaces
-from oneshot.config import SaveDtype
-from oneshot.export.companions import finish_weights
 from oneshot.export.llama_layers import (
     ADAPTERS,
-    NAMES,
     LlamaLayers,
     reason_against_llama,
     refuse_different_heads,
 )
-from oneshot.export.outside import Part, folded_outside
 from oneshot.export.own_code import OwnCode
 from oneshot.families import NAS_MODEL_TYPE
 from oneshot.planning import Grid, Plan
-from oneshot.tensors import Tensors
 
 MODELLING_FILE = Path(__file__).parent / "modeling_nemotron_nas.py"
 NAME = "nemotron-nas"
@@ -36,6 +29,7 @@ class NemotronNasForm(OwnCode, LlamaLayers):
     """
 
     name = NAME
+    modelling_files = (MODELLING_FILE,)
     title = "A checkpoint in the layout of Nemotron-NAS, whose layers have their own FFN widths"
 
     def loading(self, config: dict[str, Any]) -> str:
@@ -74,19 +68,6 @@ class NemotronNasForm(OwnCode, LlamaLayers):
         stack = self.grid(model).stack(plan)
         refuse_different_heads(stack, NAME)
         return nemotron_nas_config(model.checkpoint.config, model.shape, stack)
-
-    def outside(
-        self, model: Model, plan: Plan, subspaces: StreamSubspaces | None, embedding: Tensors | None
-    ) -> list[Part]:
-        """Return readers of the tensors outside the layers, one for each part of the journal."""
-        keep_tied = self.grid(model).stack(plan).head == "tied"
-        return folded_outside(model, NAMES, subspaces, keep_tied=keep_tied, centred=False)
-
-    def write(
-        self, model: Model, plan: Plan, journal: Journal, advance: Callable[[int], None], save_dtype: SaveDtype
-    ) -> int:
-        """Complete the weight files beside the modelling file, and return the parameters that they hold."""
-        return finish_weights(journal, MODELLING_FILE)
 
 
 def nemotron_nas_config(config: dict[str, Any], shape: ModelShape, stack: StackShape) -> dict[str, Any]:

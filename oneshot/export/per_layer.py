@@ -1,23 +1,17 @@
 """Form `per-layer`: a checkpoint whose layers have their own sizes, with the modelling file that reads it."""
 
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from oneshot.architecture import LayerShape, ModelShape, StackShape
 from oneshot.architecture.stated_shapes import NOT_IN_LAYERS
-from oneshot.checkpoint import Journal, Model, complete_config
+from oneshot.checkpoint import Model, complete_config
 from oneshot.checkpoint.own_sizes import KEPT_KEYS
-from oneshot.compression import StreamSubspaces
-from oneshot.config import SaveDtype
-from oneshot.export.companions import finish_weights
-from oneshot.export.llama_layers import ADAPTERS, NAMES, LlamaLayers
-from oneshot.export.outside import Part, folded_outside
+from oneshot.export.llama_layers import ADAPTERS, LlamaLayers
 from oneshot.export.own_code import OwnCode
 from oneshot.families import COMPRESSED_MODEL_TYPE
 from oneshot.planning import Grid, Plan
-from oneshot.tensors import Tensors
 
 LAYER_NORM_EPSILON = 1e-5  # PyTorch's default; configs do not state it
 MODELLING_FILE = Path(__file__).parent / "modeling_oneshot.py"
@@ -27,6 +21,7 @@ class PerLayerForm(OwnCode, LlamaLayers):
     """A checkpoint of our own class under Llama's names: every layer has its own sizes, and LayerNorms are RMSNorms."""
 
     name = "per-layer"
+    modelling_files = (MODELLING_FILE,)
 
     def loading(self, config: dict[str, Any]) -> str:
         """Return how the result is opened."""
@@ -56,27 +51,6 @@ class PerLayerForm(OwnCode, LlamaLayers):
     def config(self, model: Model, plan: Plan) -> dict[str, Any]:
         """Return the config.json of the result."""
         return per_layer_config(model.checkpoint.config, model.shape, self.grid(model).stack(plan))
-
-    def outside(
-        self, model: Model, plan: Plan, subspaces: StreamSubspaces | None, embedding: Tensors | None
-    ) -> list[Part]:
-        """Return readers of the tensors outside the layers, one for each part of the journal."""
-        grid = self.grid(model)
-        head = grid.stack(plan).head
-        return folded_outside(
-            model,
-            NAMES,
-            subspaces,
-            keep_tied=head != "own",
-            centred=grid.folds_layer_norms and head == "own",
-            embedding=embedding,
-        )
-
-    def write(
-        self, model: Model, plan: Plan, journal: Journal, advance: Callable[[int], None], save_dtype: SaveDtype
-    ) -> int:
-        """Complete the weight files beside the modelling file, and return the parameters that they hold."""
-        return finish_weights(journal, MODELLING_FILE)
 
 
 def per_layer_config(config: dict[str, Any], shape: ModelShape, stack: StackShape) -> dict[str, Any]:

@@ -1,14 +1,13 @@
 """The per-layer form of families whose layers are not Llama's: their own class, whose layers have their own sizes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from oneshot.architecture import Description, Experts, LayerShape, Stack, read_by
+from oneshot.architecture import Description, Experts, LayerShape, Stack, read_by, stored_shapes
 from oneshot.checkpoint import (
-    Journal,
     Model,
     resized_config,
     stock_classes,
@@ -18,9 +17,7 @@ from oneshot.checkpoint import (
 )
 from oneshot.checkpoint.own_sizes import WITHIN
 from oneshot.compression import StreamSubspaces
-from oneshot.config import SaveDtype
 from oneshot.errors import PlanError
-from oneshot.export.companions import finish_weights
 from oneshot.export.outside import Part
 from oneshot.export.own_code import OwnCode
 from oneshot.export.per_layer import MODELLING_FILE as LLAMA_FILE
@@ -37,6 +34,7 @@ class ResizedForm(OwnCode, StockForm):
     """A checkpoint of the family's own class with other linears in every layer; all else is the stock class's."""
 
     name = "per-layer"
+    modelling_files = LLAMA_FILE, MODELLING_FILE
     further_in_class = True
 
     def loading(self, config: dict[str, Any]) -> str:
@@ -119,12 +117,6 @@ class ResizedForm(OwnCode, StockForm):
             parts[0] = lambda: {name: one for name, one in others().items() if name != EMBEDDING} | embedding
         return [partial(_as_class, model.family, part) for part in parts]
 
-    def write(
-        self, model: Model, plan: Plan, journal: Journal, advance: Callable[[int], None], save_dtype: SaveDtype
-    ) -> int:
-        """Complete the weight files beside the modelling files, and return the parameters that they hold."""
-        return finish_weights(journal, LLAMA_FILE, MODELLING_FILE)
-
 
 def _low_rank(stack: Stack, tensors: Tensors) -> list[str]:
     """Return the linears of a layer that are stored with a low rank."""
@@ -181,13 +173,8 @@ def _resized(model: Model, number: int, layer: LayerShape) -> dict[str, Any]:
     """
     family, dense = _in_class(model).family, replace(model.shape, own_sizes=())
     stack = family.stack_of(number)
-    shape = replace(
-        dense,
-        intermediate_size=layer.intermediate_size * dense.width_share(number),
-        num_attention_heads=layer.num_attention_heads,
-        num_key_value_heads=layer.num_key_value_heads,
-    )
-    before, after = family.stored_tensors(dense, number), family.stored_tensors(shape, number)
+    before = family.stored_tensors(dense, number)
+    after = stored_shapes(stack.tensors(layer) | dense.carried_tensors(number), stack)
     linears: dict[str, list[Any]] = {}
     made = () if stack.experts is None else tuple(f"{module}." for module in stack.experts.made)
     for name, size in after.items():

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
-from oneshot.architecture import Description, Experts, ModelShape
+from oneshot.architecture import Description, ModelShape
 from oneshot.errors import ConfigError
 
 Part = tuple[int, Literal["attention", "ffn"]]  # a layer, and what of it
@@ -67,12 +67,7 @@ def _linears(
     """Yield the linears of each sublayer of a layer that a run may change, by their names in the model."""
     stack = family.stack_of(layer)
     prefix = stack.layer_prefix(layer)
-    tensors = {name.rpartition(".")[0] for name in family.expected_tensors(shape, layer)}
-    norms = {norm.name for sublayer in stack.sublayers for norm in sublayer.norms}
-    mixer = stack.feed_forward
-    modules = mixer.parts if isinstance(mixer, Experts) else (*mixer.readers, mixer.out)
-    ffn = {name for name in tensors - norms if f"{name}.".startswith(tuple(f"{module}." for module in modules))}
-    yield "ffn", {prefix + name for name in ffn}
+    yield "ffn", {prefix + name.rpartition(".")[0] for name in stack.feed_forward.axes(shape.layer(layer))}
     if stack.attentions:
         linears = [(*mixer.readers, *mixer.memory_readers, mixer.out) for mixer in stack.attentions]
         yield "attention", {prefix + name for names in linears for name in names}
