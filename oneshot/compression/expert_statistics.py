@@ -83,7 +83,7 @@ class ExpertAccumulator:
         Args:
             lost: `(tokens, D)`, what the layer lacks of its target; None without one. It is shared among the experts of
                 a token (`squared_gates`). with_shared: the shared expert also takes its share. scales: what tokens
-                count by beside their gates, `(tokens, 1)` (`mixture_norms`); None for one.
+                count by beside their gates, `(tokens, 1)` (`MixtureNorms.scales`); None for one.
         """
         self._counts[: 1 if lost is None else 2] += routing.counts
         weights = None

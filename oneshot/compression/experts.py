@@ -12,10 +12,10 @@ from functools import partial
 import torch
 
 from oneshot.architecture import Experts, ExpertSizes, cut
+from oneshot.compression.branch_norm import MixtureNorms
 from oneshot.compression.expert_correction import ExpertFactors, correct_group, joined
 from oneshot.compression.expert_removal import keep_experts, measure_effects
 from oneshot.compression.expert_statistics import ExpertAccumulator, ExpertStatistics, squared_gates
-from oneshot.compression.mixture_norms import MixtureNorms
 from oneshot.compression.statistics import GramAccumulator, damping_of
 from oneshot.compression.sublayer import LayerWork, Reduction, SublayerTask
 from oneshot.compression.tasks import FeedForwardTask

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from oneshot.architecture import Attention
-from oneshot.compression.branch_norm import BranchNorm
+from oneshot.compression.branch_norm import BranchNorm, seen_writer
 from oneshot.compression.correction import Factors, best_damping, correct, predicted_error
 from oneshot.compression.fold import augmented_weight, fold_sublayer
 from oneshot.compression.inner_heads import value_subspaces
@@ -137,10 +137,7 @@ class OneWriterTask(SublayerTask, ABC):
         self, tensors: Tensors, statistics: Statistics | None
     ) -> tuple[torch.Tensor, Factors, torch.Tensor | None]:
         # 1. The writer with its bias, as the norm after it lets the stream see it.
-        weight = augmented_weight(tensors, self.sublayer.writer).to(self.machine.device)
-        branch_norm = BranchNorm.of(self.sublayer, tensors, self.machine.device)
-        if branch_norm is not None:
-            weight = branch_norm.seen(weight)
+        weight, branch_norm = seen_writer(self.sublayer, tensors, self.machine.device)
         # 2. The heads or neurons that stay.
         units = torch.arange(self.dense_units, device=self.machine.device)
         if self.is_reduced and self.shared_heads is not None:

@@ -131,8 +131,10 @@ def find_subspaces(
         save_file({"gram": gram.cpu()}, _gram_path(machine.scratch, position))
         position += 1
 
+    # 1. The sum of the embeddings, if norms follow their sublayers.
     if family.stack.norms_after:
         measure(states.sums_of_embeddings(model.read_embedding()))
+    # 2. Layer by layer what every norm reads, while the stream moves on.
     upload = Uploader(machine.device)
     layers = prefetch(lambda layer: pinned(model.read_layer(layer), machine.device), shape.num_hidden_layers)
     for number, tensors in enumerate(layers):
@@ -151,6 +153,7 @@ def find_subspaces(
                 measure(x for x, _ in states.read())
                 states.defer(lambda x, _, layer=layer, index=index: layer.run(index, x))  # type: ignore[misc]
         del tensors, layer
+    # 3. What the final norm reads; then the directions of every group.
     states.advance = lambda tokens: None
     if not family.stack.norms_after:
         measure(x for x, _ in states.read())

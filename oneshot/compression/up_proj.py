@@ -35,6 +35,7 @@ def correct_up(task: SublayerTask, tensors: Tensors, folded: Tensors, states: St
     The factors state no error, because their statistics measure against a part of the target. `tensors` are the dense
     layer's.
     """
+    # 1. Steps of `up_proj` towards the target.
     mixer = task.stack.ffn
     dense, machine = states.dense_layer(task.layer, tensors), task.machine
     share = task.residual_weight(task.num_columns, round(states.num_tokens * states.dense_share))
@@ -52,6 +53,7 @@ def correct_up(task: SublayerTask, tensors: Tensors, folded: Tensors, states: St
     step = task.shared(lambda: step)  # rounding would differ between workers
     up = folded[f"{mixer.up}.weight"]
     folded = folded | {f"{mixer.up}.weight": (up.to(step) + step).to(up)}
+    # 2. Statistics of the moved neurons.
     current, weight = states.layer(task.layer, folded), augmented_weight(folded, mixer.down).to(machine.device)
     has_bias = f"{mixer.down}.bias" in folded
     accumulator = GramAccumulator(weight.shape[1], output_size=weight.shape[0], device=machine.device)
@@ -62,6 +64,7 @@ def correct_up(task: SublayerTask, tensors: Tensors, folded: Tensors, states: St
         lost = target_rows(dense, task.index, h, dense_state, share) - current.write(task.index, neurons)
         accumulator.update_(with_constant_column(neurons) if has_bias else neurons, lost)
     statistics = accumulator.finish(machine.workers)
+    # 3. `down_proj` again, over all kept neurons.
     columns, damping = torch.arange(weight.shape[1], device=machine.device), task.method.fixed_damping
     factors = task.shared(lambda: correct(weight, columns, statistics, correction="two-stream", damping=damping))
     return fold_sublayer(folded, task.sublayer, task.shape, factors), replace(factors, predicted_error=None)
@@ -108,6 +111,7 @@ def up_proj_step(
     Returns:
         `ΔU (k, D)` float32. Cost: `1 + steps` passes of these batches through the FFN, forward and backward.
     """
+    # 1. The gradient, and the Grams of gates and inputs.
     num_neurons, width = down_proj.shape[1], down_proj.shape[0]
     device, workers = down_proj.device, states.machine.workers
     gradient, gates_sum, inputs_sum = (
@@ -124,10 +128,12 @@ def up_proj_step(
     workers.sum_(gradient, gates_sum, inputs_sum)
     gates_gram, inputs_gram = finished_gram(gates_sum), finished_gram(inputs_sum)
     del gates_sum, inputs_sum
+    # 2. The factors of the preconditioner.
     curvature_of_gates = gates_gram.mul_(down_proj.float().T @ down_proj.float())
     gates_factor = RidgeFactor(curvature_of_gates, damping, "gates of kept neurons")
     inputs_factor = RidgeFactor(inputs_gram, damping, "inputs of up_proj")
 
+    # 3. Conjugate gradients, with a pass through the text for every product.
     def curvature(direction: torch.Tensor) -> torch.Tensor:
         product, rows = torch.zeros(num_neurons, width, dtype=torch.float64, device=device), direction.to(down_proj).T
         for h, _ in states.read(every):

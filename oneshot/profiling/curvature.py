@@ -14,9 +14,8 @@ import torch
 
 from oneshot.architecture import Description, ModelShape, Stack, part_of_output
 from oneshot.checkpoint import Model
-from oneshot.compression.branch_norm import BranchNorm, at_scaled
+from oneshot.compression.branch_norm import BranchNorm, MixtureNorms, at_scaled
 from oneshot.compression.curvature import Curvature, shrunk
-from oneshot.compression.mixture_norms import MixtureNorms
 from oneshot.compression.overflow import SumsOverflowError, naming_the_layer
 from oneshot.compression.statistics import GramAccumulator
 from oneshot.machine import Machine, repeatable_attention
@@ -232,6 +231,7 @@ def _gradients(
     …)`; `query_key` has one for queries and keys together. `beside`: what the layer reads beside the stream; its
     sums get the gradients at keys and values that it borrows.
     """
+    # 1. The linears whose outputs get gradients, and what the layer reads beside the stream.
     mixer, ffn = stack.mixer_index, stack.index_of("ffn")
     writers = {ffn: stack.sublayers[ffn].writer}
     writers |= {mixer: stack.attention.out} if "output" in measured else {}
@@ -240,6 +240,7 @@ def _gradients(
     others_of = [norm.beside for norm in norms if isinstance(norm, MixtureNorms)]
     layer = layer if beside is None else layer.reading(beside.memory)
     leaves = [] if beside is None else beside.leaves
+    # 2. Forward with a graph of this layer, and back.
     with torch.enable_grad(), repeatable_attention(x.device), layer.outputs_of(*linears, *others_of) as outputs:
         for leaf in (x, *leaves):
             leaf.requires_grad_()
@@ -252,6 +253,7 @@ def _gradients(
     if beside is not None:
         beside.add_(found_at[len(linears) :])
 
+    # 3. Where a norm follows the writer, gradients are at its output in units of the token's root mean square.
     def at_writer(index: int) -> torch.Tensor:
         gradient, norm = gradients[writers[index]], norms[index]
         if norm is not None:

@@ -55,22 +55,22 @@ def profile_embedding(
         text: the text of the states, of all workers. whole: tokens whose ranges stay whole.
         advance: is told of each of the `embedding_steps`.
     """
-    machine = states.machine
-    workers = machine.workers
-    part = states.part
-    head = states.builder.output_head()
+    # 1. What the output head reads, and how likely each token is.
+    machine, workers, head = states.machine, states.machine.workers, states.builder.output_head()
     gram, probabilities, last = _read_by_head(model, states, head)
     advance(1)
+    # 2. What every rank of every range loses of the logits.
     embedding = model.read_embedding()
     errors = workers.share(EMBEDDING_TASK, lambda: range_errors(embedding, gram, probabilities, whole))
     advance(1)
+    # 3. A few sequences pass all layers again, with a reduced embedding.
     tables, lost = embedding_probe(errors, len(embedding))
     total, count = torch.zeros(2, dtype=torch.float64, device=machine.device)
     if last:
         smaller = reduce_embedding(embedding, gram, probabilities, tables)
         reduced = expanded(smaller, embedding.shape[1], machine.device)
         del smaller
-        [batch] = text.part(part).part(slice(len(last))).batches(len(last))
+        [batch] = text.part(states.part).part(slice(len(last))).batches(len(last))
         probes = states.builder.embed(reduced, batch)
         upload = Uploader(machine.device)
         for number, tensors in enumerate(layers()):
@@ -84,6 +84,7 @@ def profile_embedding(
         )
         count += len(last)
         advance(1)
+    # 4. The divergence of the output per lost share.
     workers.sum_(total, count)
     sensitivity = torch.tensor([max(0.0, float(total / count)) / max(lost, MIN_EMBEDDING_ERROR)], dtype=torch.float64)
     return _tensors(gram.cpu(), probabilities.cpu(), errors, sensitivity)

@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 
 from oneshot.checkpoint import Model
+from oneshot.compression.branch_norm import MixtureNorms
 from oneshot.compression.correction import predicted_energies, relative
 from oneshot.compression.curvature import LayerCurvature, root_of
 from oneshot.compression.expert_correction import ExpertFactors, joined
@@ -22,7 +23,6 @@ from oneshot.compression.expert_scores import ExpertSums
 from oneshot.compression.expert_statistics import ExpertAccumulator, ExpertStatistics
 from oneshot.compression.experts import ExpertsTask
 from oneshot.compression.fold import augmented_weight
-from oneshot.compression.mixture_norms import MixtureNorms
 from oneshot.linalg.interpolative import missed_energies, ordered_factor
 from oneshot.linalg.pivoted_qr import weighted_pivots
 from oneshot.machine import ALONE, Machine, Workers

@@ -63,6 +63,7 @@ def measured_seconds(
 
     Raises `PlanError` for two kinds of carried mixers with equally many parameters.
     """
+    # 1. A layer with attention, as wide as the widest, and a sequence.
     timings = Timings() if timings is None else timings
     shape, family = model.shape, model.family
     attending = [number for number in range(shape.num_hidden_layers) if family.stack_of(number).attentions]
@@ -82,6 +83,7 @@ def measured_seconds(
         layer, index = builder.layer(first, model.read_layer(first)), family.stack_of(first).mixer_index
         return lambda: layer.run(index, x)
 
+    # 2. The least seconds of attention with every number of heads, of the FFN at some widths, and of carried mixers.
     heads = _head_sizes(model) if attending else []
     widths = sorted({max(1, round(shape.intermediate_size * part / WIDTHS)) for part in range(1, WIDTHS + 1)})
     attention = family.stack_of(number).mixer_index
@@ -97,10 +99,12 @@ def measured_seconds(
             f"--budget latency cannot tell the mixers of this {family.model_type} apart, which have equally many "
             "parameters; choose another budget."
         )
+    # 3. What linears of low rank add to them, or save.
     ranked = None
     if coordinates is not None:
         ranked = _RankedSeconds(model, machine, tensors, sequence_length, coordinates, timings)
 
+    # 4. A layer is the sum of its two sublayers.
     def of_layer(layer: LayerShape) -> float:
         kept = layer.num_attention_heads, layer.num_key_value_heads
         whole = of_carried[layer.carried] if layer.carried else of_heads[kept]

@@ -5,14 +5,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from oneshot.architecture import RANKED_KINDS, ModelShape, RankedKind, Sublayer
+from oneshot.architecture import RANKED_KINDS, ModelShape, RankedKind
 from oneshot.checkpoint import Model
-from oneshot.compression.branch_norm import BranchNorm
+from oneshot.compression.branch_norm import BranchNorm, seen_writer
 from oneshot.compression.correction import Factors, correct
 from oneshot.compression.curvature import root_of
 from oneshot.compression.expert_removal import keep_experts
 from oneshot.compression.expert_scores import ExpertSums
-from oneshot.compression.fold import augmented_weight, fold_sublayer, head_columns
+from oneshot.compression.fold import fold_sublayer, head_columns
 from oneshot.compression.inner_heads import (
     query_key_errors,
     query_key_subspaces,
@@ -29,8 +29,7 @@ from oneshot.planning.plan import RemovedUnit
 from oneshot.profiling.expert_counts import count_curve, expert_order, probed_count
 from oneshot.profiling.expert_profile import NarrowerExperts, experts_task
 from oneshot.profiling.layer_curves import head_tail, squared_error, unmeasured
-from oneshot.profiling.outputs import SublayerOutput
-from oneshot.profiling.probes import MIN_PROBE_ERROR, Probe, Probes, probe_size
+from oneshot.profiling.probes import MIN_PROBE_ERROR, Probe, Probes, SublayerOutput, probe_size
 from oneshot.selection import Evidence, select_heads
 from oneshot.selection.pivots import group_order
 from oneshot.selection.scores import flap
@@ -92,10 +91,11 @@ class LayerProfile:
 
     def heads(self, statistics: Statistics) -> None:
         """Measure what fewer heads cost; `statistics`: of what the output linear of attention reads."""
+        # 1. The writer as the stream sees it, and the choice of every number of heads.
         shape, units = self._shape, self._measures.head_units(self._shape)
         by_group = self._measures.head_unit == "kv-group"
         sublayer = self._stack.sublayers[self._stack.mixer_index]
-        weight, branch_norm = self._seen_weight(sublayer)
+        weight, branch_norm = seen_writer(sublayer, self._tensors, self._device)
         width = shape.num_attention_heads * shape.head_dim
         evidence = Evidence(weight[:, :width], None, statistics.gram[:width, :width], torch.Generator())
         errors, tails = self.curves["head_errors"][: units + 1], self.curves["head_tails"][: units + 1]
@@ -114,6 +114,7 @@ class LayerProfile:
         def reduce(columns: torch.Tensor) -> Factors:
             return self._correct(weight, columns, statistics, shape.output_bias)
 
+        # 2. The curves.
         energies = evidence.known_gram().diagonal().double() * evidence.output_energies()
         errors[0], tails[0] = 1.0, float(energies.cpu().sum().sqrt())  # of all weighted columns
         choices = [select(kept_units) for kept_units in range(1, units)]
@@ -126,6 +127,7 @@ class LayerProfile:
                 errors[kept_units] = squared_error(reduce(columns))
         if units == 1:
             return
+        # 3. The probe.
         probed = probe_size(errors)
         factors = reduce(choices[probed - 1])
         folded = fold_sublayer(self._tensors, sublayer, shape, unseen(factors, branch_norm))
@@ -180,14 +182,16 @@ class LayerProfile:
         """Measure what fewer neurons cost; `dense`: of the FFN. `metric` as in `ranks`."""
         shape, curves, index = self._shape, self.curves, self._stack.index_of("ffn")
         sublayer = self._stack.sublayers[index]
-        weight, branch_norm = self._seen_weight(sublayer)
+        weight, branch_norm = seen_writer(sublayer, self._tensors, self._device)
         of_seen = metric
         if metric is not None and branch_norm is not None:
             of_seen = branch_norm.curvature_of_seen(metric)
+        # 1. The order of the neurons, the first to keep first.
         width, share = shape.layer(self._layer).intermediate_size, shape.width_share(self._layer)
         down, gram = weight[:, :width], statistics.gram[:width, :width]
         evidence = Evidence(down, None, gram, torch.Generator(), moments=statistics.moments, curvature=of_seen)
         order = weighted_pivots(*evidence.neurons(), rank=len(gram))
+        # 2. The curves, from one factorisation in this order.
         factor = ordered_factor(gram, order)
         root = None if of_seen is None else root_of(of_seen)
         seen = weight if root is None else root @ weight.double()
@@ -198,6 +202,7 @@ class LayerProfile:
         fill(curves["ffn_fluctuation"], flap(evidence).cpu().repeat_interleave(share))
         if "ffn" not in self._measures.probed:
             return
+        # 3. The probe.
         step = max(1, shape.width_step // share)
         columns = order[: probe_size(errors[::step]) * step].sort().values
         factors = self._correct(weight, columns, statistics, shape.mlp_bias, root)
@@ -260,12 +265,6 @@ class LayerProfile:
         order = torch.cat((bias, columns))
         errors = nested_errors(ordered_factor(statistics.gram, order), weight[:, order])
         return errors[len(bias) :: len(columns) // len(groups)]
-
-    def _seen_weight(self, sublayer: Sublayer) -> tuple[torch.Tensor, BranchNorm | None]:
-        """Return a writer with its bias as the stream sees it, and the norm that may follow it."""
-        weight = augmented_weight(self._tensors, sublayer.writer).to(self._device)
-        branch_norm = BranchNorm.of(sublayer, self._tensors, self._device)
-        return weight if branch_norm is None else branch_norm.seen(weight), branch_norm
 
     def _correct(
         self,

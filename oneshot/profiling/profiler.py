@@ -24,11 +24,11 @@ from oneshot.planning.plan import RemovedUnit
 from oneshot.profiling.expert_profile import NarrowerExperts, experts_task
 from oneshot.profiling.layer_profile import LayerProfile, Measures
 from oneshot.profiling.layer_statistics import LayerStatistics, LayerSums
-from oneshot.profiling.outputs import SublayerOutput
 from oneshot.profiling.probes import (
     PROBED_KINDS,
     Probe,
     Probes,
+    SublayerOutput,
     between,
     num_probes,
     probe_sequences,
@@ -90,6 +90,7 @@ class LayerProfiler:
 
     def profile_layer(self, layer: int, tensors: Tensors) -> None:
         """Measure the dense layer's statistics and error curves, and move the probes through it."""
+        # 1. The probes of earlier layers pass the dense layer.
         release_heap()  # of the last layer's factorisations
         tensors, stack = self._upload(tensors), self._model.family.stack_of(layer)
         builder, workers, probed = self.states.builder, self._machine.workers, self._measures.probed
@@ -97,6 +98,7 @@ class LayerProfiler:
         dense = of_text.reading(self._probes.memory)
         self._probes.move(dense)
         curvature = None if self._curvature is None else self._curvature.of_layer(layer, self._machine.device)
+        # 2. The layer's statistics, while its text moves through it.
         mixer, ffn = stack.mixer_index, stack.index_of("ffn")
         narrower: NarrowerExperts | None = None
         if stack.experts is not None and "ffn" in probed:
@@ -105,12 +107,14 @@ class LayerProfiler:
             narrower = NarrowerExperts(task, tensors)
         with naming_the_layer(layer, lambda: tensors):
             statistics = self._statistics(layer, tensors, of_text, curvature, narrower)
+        # 3. The dense outputs on the probe sequences.
         before = self._probes.dense
         of_mixer = self._output(dense, stack, mixer, before, tensors)
         attended = dense.moved(mixer, before, of_mixer.total)
         of_ffn = self._output(dense, stack, ffn, attended, tensors)
         profile = LayerProfile(self._model, self._machine, builder, self._probes, self._measures, layer, tensors, dense)
         self._influence.append(statistics.influence)
+        # 4. One worker: the curves of attention, and its probes.
         if workers.owns(stack.position(layer, mixer)):
             if "layer" in probed:
                 self._probes.add(Probe("layer", layer), before)
@@ -125,6 +129,7 @@ class LayerProfiler:
             linears = statistics.linears.pop(mixer, {})
             if linears:
                 profile.ranks(mixer, linears, of_mixer, None if curvature is None else curvature.output)
+        # 5. Another: those of the FFN or the experts.
         if workers.owns(stack.position(layer, ffn)):
             release_heap()
             if "sublayer" in probed:
@@ -140,6 +145,7 @@ class LayerProfiler:
                 profile.experts(narrower, of_ffn, metric)
             elif isinstance(statistics.neurons, Statistics):
                 profile.ffn(statistics.neurons, of_ffn, metric)
+        # 6. The dense probe sequences move on.
         self._curves.append(profile.curves)
         self._costs.append(profile.cost)
         self._probes.dense = dense.moved(ffn, attended, of_ffn.total)

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from oneshot.architecture import cut
 from oneshot.checkpoint import Model, open_model
-from oneshot.compression.mixture_norms import MixtureNorms
+from oneshot.compression.branch_norm import MixtureNorms
 from oneshot.pipeline import compress
 from oneshot.profiling.expert_profile import MixtureSums, experts_task
 from oneshot.stream import Layer, LayerBuilder

@@ -14,10 +14,10 @@ from families.cases import CASES, variants
 
 from oneshot import Footprint
 from oneshot.checkpoint import open_model
+from oneshot.compression.branch_norm import MixtureNorms
 from oneshot.compression.curvature import Curvature
 from oneshot.compression.expert_statistics import ExpertAccumulator, ExpertStatistics
 from oneshot.compression.experts import MeasuredExperts
-from oneshot.compression.mixture_norms import MixtureNorms
 from oneshot.footprint import predict_footprint
 from oneshot.machine import Workers
 from oneshot.pipeline import compress, profile
