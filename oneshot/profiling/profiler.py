@@ -129,7 +129,7 @@ class LayerProfiler:
             linears = statistics.linears.pop(mixer, {})
             if linears:
                 profile.ranks(mixer, linears, of_mixer, None if curvature is None else curvature.output)
-        # 5. Another: those of the FFN or the experts.
+        # 5. Another worker: the curves of the FFN or of the experts, and their probes.
         if workers.owns(stack.position(layer, ffn)):
             release_heap()
             if "sublayer" in probed:
