@@ -279,7 +279,7 @@ def _launches(work: Work, tokens: float, passes: int, *, effects: bool) -> float
 
 
 def _condition(work: Work, size: float) -> float:
-    """Return the seconds of an estimate of a condition number; a device makes the estimates of several experts at once."""
+    """Return the seconds of a condition number; a device estimates several experts at once."""
     sizes = work.shape.intermediate_size, work.shape.hidden_size
     together = 1 if work.shape.experts is None else solved_together(*sizes, work.device)
     return 2 * CONDITION_STEPS * SOLVE_SECONDS * size / together
