@@ -236,9 +236,11 @@ class Grid:
 
         Raises `ConfigError` and `PlanError` for an explicit choice that the form or the family cannot have.
         """
+        # 1. What is asked for must be possible.
         errors = errors_against(self, method, target)
         if errors:
             raise together(errors)
+        # 2. How layers share the target
         if method.expert_counts == AUTO:
             plans = self.layers_differ and method.may_plan_experts and target.num_experts is None
             method = replace(method, expert_counts="sensitivity" if plans else "equal")
@@ -252,6 +254,7 @@ class Grid:
         errors = errors_against_profile(self, method)
         if errors:
             raise together(errors)
+        # 3. What is planned or measured beside it
         by_sensitivity = method.allocation == "sensitivity" and not method.slices
         if method.ranks == AUTO:
             ranks = self.has_ranks and by_sensitivity and method.may_plan_ranks and method.solves
@@ -260,5 +263,5 @@ class Grid:
             weighs = self.has_curvature and method.plans_ranks and method.may_weigh_output
             method = replace(method, curvature="fisher" if weighs else "none")
         if method.embedding == AUTO:
-            return replace(method, embedding="low-rank" if self.ranks_embedding and by_sensitivity else "none")
+            method = replace(method, embedding="low-rank" if self.ranks_embedding and by_sensitivity else "none")
         return method

@@ -69,6 +69,7 @@ def spread_hidden_sizes(
     assert plan.hidden is not None
     shape = grid.shape
     group_of, step = plan.hidden.group_of, round_to or default_round_to(shape.hidden_size)
+    # 1. What each direction of a group gains, and each step of its width costs
     shares = energies / energies.sum(1, keepdim=True)
     groups = range(plan.hidden.num_groups)
     gains = torch.stack([shares[[group == member for member in group_of]].sum(0) for group in groups])
@@ -84,8 +85,9 @@ def spread_hidden_sizes(
     prices = torch.tensor(
         [total(uniform) - total([*uniform[:group], uniform[group] - step, *uniform[group + 1 :]]) for group in groups]
     )
-    # the gain of each further step of width per parameter; spectra fall, so a threshold keeps the first steps
+    # 2. The gain of each further step of width per parameter; spectra fall, so a threshold keeps the first steps
     tails = gains.cumsum(1)[:, widths - 1].diff(dim=1) / prices.unsqueeze(1)
+    # 3. The threshold that meets the budget
     low, high = math.log(float(tails.clamp_min(1e-300).min())), math.log(float(tails.max()))
     best = [int(widths[-1])] * len(groups)
     for _ in range(PRICE_STEPS):

@@ -31,11 +31,13 @@ def find_kept(patterns: Sequence[str], family: Description, shape: ModelShape) -
     Raises `ConfigError` for a pattern that matches nothing that a run changes, and for a part of a sublayer: neurons
     and heads run through all its linears.
     """
+    # 1. The names of what a run changes
     parts: dict[Part, set[str]] = {}
     for layer in range(shape.num_hidden_layers):
         for kind, names in _linears(family, shape, layer):
             parts.setdefault((layer, kind), set()).update(names)
     tables = {name.removesuffix(".weight") for name in (family.stack.embedding, family.head or family.stack.embedding)}
+    # 2. Those that a pattern matches
     found: set[str] = set()
     for pattern in patterns:
         matched = {name for name in set().union(tables, *parts.values()) if _matches(pattern, name)}
@@ -46,6 +48,7 @@ def find_kept(patterns: Sequence[str], family: Description, shape: ModelShape) -
                 "pattern such as layers.0.*, *.self_attn.* or layers.[0-3].mlp.*, or embed_tokens."
             )
         found |= matched
+    # 3. The sublayers whose linears all match
     for (layer, _), names in parts.items():
         if found & names and not names <= found:
             missing, inside = sorted(names - found)[0], sorted(found & names)[0]

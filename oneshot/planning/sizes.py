@@ -111,22 +111,7 @@ def _with_less_in_layers(problem: Problem, plan: Plan, *, shrinks: bool) -> Plan
         return nearest(problem, options, f"The target is {asked}, but one layer alone has {least}")
     # the last one is below the budget by its layers alone: fewer only do more damage
     below = [number for number, option in enumerate(options) if problem.measure(option) < target]
-    return best_of(problem, options[: below[0] + 1] if below else options, lambda option: _reduced(problem, option))
-
-
-def _reduced(problem: Problem, plan: Plan) -> Plan:
-    """Return the plan that meets the budget as `reduced` does.
-
-    Before a profile knows what they cost, ranks also go beside FFNs that stay or that were multiplied out.
-    """
-    grid, method = problem.grid, problem.method
-    try:
-        return reduced(problem, plan)
-    except (OutOfReachError, MisfitError):
-        may_rank = bool(grid.kept.ffn) or grid.serving != ANY or grid.stored is not None
-        if problem.damages is not None or not may_rank or not method.plans_ranks:
-            raise
-        return reduced(replace(problem, damages=even_damages(grid, plan.head_unit)), plan)
+    return best_of(problem, options[: below[0] + 1] if below else options, lambda option: reduced(problem, option))
 
 
 def reduced(problem: Problem, plan: Plan) -> Plan:
@@ -165,8 +150,14 @@ def reduced(problem: Problem, plan: Plan) -> Plan:
         else:  # fewer heads than in the largest option below the budget only do more damage
             below = sum(problem.measure(option) < target for option in options)
             options = options[max(0, below - 1) :]
-    # 3. The plan of least damage
-    return best_of(problem, options, lambda option: complete(problem, option))
+    # 3. The plan of least damage; before a profile, ranks may also go beside FFNs that stay or were multiplied out
+    may_rank = bool(grid.kept.ffn) or grid.serving != ANY or grid.stored is not None
+    try:
+        return best_of(problem, options, lambda option: complete(problem, option))
+    except (OutOfReachError, MisfitError):
+        if problem.damages is not None or not may_rank or not method.plans_ranks:
+            raise
+        return reduced(replace(problem, damages=even_damages(grid, plan.head_unit)), plan)
 
 
 def _refuse(problem: Problem, dense: float) -> None:
