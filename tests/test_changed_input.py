@@ -112,7 +112,7 @@ def test_other_software_or_processor(
 ) -> None:
     config = make_config(make_checkpoint(layers=2), num_sequences=4)
     stop_at(1, partial(compress, config))
-    monkeypatch.setattr(f"oneshot.run.run.{what}", lambda: {"torch": "3"} if what == "versions" else "other")
+    monkeypatch.setattr(f"oneshot.run.earlier.{what}", lambda: {"torch": "3"} if what == "versions" else "other")
     refused(config, {"versions": "torch", "code_hash": "code", "processor_name": "processor"}[what])
 
 

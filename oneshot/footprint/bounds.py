@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 DEVICE_SHARE = 0.9  # of a device's free memory: its allocator leaves gaps
 Peak = tuple[int, Stage]  # bytes, and the stage that takes them
-Way = tuple[Work, Store, Peak, Peak]  # a run that keeps activations somewhere; its peaks on the host and the device
+Candidate = tuple[Work, Store, Peak, Peak]  # where a run may keep activations; its peaks on host and device
 
 
 @dataclass(frozen=True)
@@ -158,28 +158,28 @@ def predict_footprint(
 
 def fits(work: Work, bounds: Bounds) -> bool:
     """Return whether a run stays within the bounds in any way."""
-    return any(_fits(way, bounds) for way in _ways(work, bounds))
+    return any(_fits(one, bounds) for one in _candidates(work, bounds))
 
 
-def _fits(way: Way, bounds: Bounds) -> bool:
-    _, _, host, device = way
+def _fits(candidate: Candidate, bounds: Bounds) -> bool:
+    _, _, host, device = candidate
     return host[0] <= bounds.host_allowed and device[0] <= bounds.device_allowed
 
 
-def _first_that_fits(work: Work, bounds: Bounds) -> Way:
+def _first_that_fits(work: Work, bounds: Bounds) -> Candidate:
     """Return the fastest way that fits; or else the first of those that need the least, if no bound is forced."""
-    tried = list[Way]()
-    for way in _ways(work, bounds):
-        if _fits(way, bounds):
-            return way
-        tried.append(way)
+    tried = list[Candidate]()
+    for one in _candidates(work, bounds):
+        if _fits(one, bounds):
+            return one
+        tried.append(one)
     host, device = tried[-1][2:]  # the last needs the least
     _refuse(host, bounds.host_allowed, bounds.host_forced, "host memory", "--max-memory")
     _refuse(device, bounds.device_allowed, bounds.device_forced, "memory", "--max-device-memory")
     return next(one for one in tried if (one[2][0], one[3][0]) == (host[0], device[0]))
 
 
-def _ways(work: Work, bounds: Bounds) -> Iterator[Way]:
+def _candidates(work: Work, bounds: Bounds) -> Iterator[Candidate]:
     """Yield the ways of a run, the fastest first, and at last the one that needs the least.
 
     More groups of experts need less memory and more passes over the text. A pass takes a device less time than

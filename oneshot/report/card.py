@@ -12,7 +12,7 @@ from oneshot.errors import printable
 from oneshot.json_text import json_text
 from oneshot.report.layer_table import layer_table
 from oneshot.report.records import Report
-from oneshot.report.sharing import is_hub_name, shared_sources, without_local_paths
+from oneshot.report.sharing import is_published, shared_sources, without_local_paths
 from oneshot.report.terminal import size_rows
 from oneshot.serving import Serving
 
@@ -73,12 +73,12 @@ def metadata_of(report: Report, inherited: dict[str, Any], task: str) -> dict[st
         "tags": ["oneshot", "compressed", "structured-pruning"],
     }
     checkpoint = str(report.config["checkpoint"])
-    if is_hub_name(checkpoint):
+    if is_published(checkpoint):
         metadata["base_model"] = checkpoint
     metadata = metadata | inherited | metadata  # what is compressed is the base, and not what that was made from
     sources = str(report.calibration["source"]).split("+") if report.calibration else []
     hub = [HUB_TEXTS.get(name, name.split(":")[0]) for name in sources]
-    hub = [name for name in hub if is_hub_name(name)]
+    hub = [name for name in hub if is_published(name)]
     already = inherited.get("datasets", [])
     datasets = [*([already] if isinstance(already, str) else already), *hub]
     if datasets:
@@ -100,6 +100,7 @@ def model_card(report: Report, inherited: dict[str, Any], *, title: str, loading
         else "none: this recipe only reads weights"
     )
     layers = _layer_section(report)
+    warnings = "".join(f"- Warning of the run: {escaped(warning)}\n" for warning in report.all_warnings)
     metadata = ModelCardData(**metadata_of(report, inherited, task)).to_yaml()
     return f"""---
 {metadata}
@@ -119,7 +120,7 @@ The original's licence and terms of use apply.
   `{method["hidden"]}`, correction `{method["correction"]}`), seed {report.config["seed"]}.
 - Calibration text: {text}.{_kept(report)}{_served(report)}
 - Weights are stored {_stored_as(report)}.
-{_warnings(report)}
+{warnings}
 {QUALITY}
 
 A compressed model answers worse than the original, most of all on text unlike the calibration text. Measure it on
@@ -152,10 +153,6 @@ def _served(report: Report) -> str:
     """Return a line on where the sizes were planned to open."""
     serve = report.config["target"].get("serve")
     return "" if serve is None else f"\n- Sizes were planned to open {Serving.of(serve).words}."
-
-
-def _warnings(report: Report) -> str:
-    return "".join(f"- Warning of the run: {escaped(warning)}\n" for warning in report.all_warnings)
 
 
 def _layer_section(report: Report) -> str:

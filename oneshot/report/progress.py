@@ -196,7 +196,7 @@ class ProgressBar:
 class WarningLog(logging.Handler):
     """Collect this package's warnings of the present thread for the report. A context manager.
 
-    What is heard inside `shared` is of all targets of a run, and stays. Several runs may go on in threads; each hears
+    What is heard inside `shared` is of all results of a run, and stays. Several runs may go on in threads; each hears
     of its own. Notes on Grams are collected apart, and nobody else hears of them: a run tells of each kind once
     (`report.grams`).
     """
@@ -239,7 +239,7 @@ class WarningLog(logging.Handler):
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """Keep what is heard meanwhile for every target of the run."""
+        """Keep what is heard meanwhile for every result of the run."""
         before, self._is_shared = self._is_shared, True
         try:
             yield
@@ -248,12 +248,12 @@ class WarningLog(logging.Handler):
 
     @property
     def of_all(self) -> tuple[str, ...]:
-        """Return the messages that are of all targets."""
+        """Return the messages that are of all results."""
         return tuple(self._shared)
 
     @property
     def notes_of_all(self) -> tuple[GramNote, ...]:
-        """Return the notes on Grams that are of all targets."""
+        """Return the notes on Grams that are of all results."""
         return tuple(self._shared_notes)
 
     def __enter__(self) -> "WarningLog":

@@ -11,7 +11,7 @@ from oneshot.text import exists, file_of, split_sources
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def is_hub_name(name: str) -> bool:
+def is_published(name: str) -> bool:
     """Return whether a name is one on the hub and not a local path."""
     return HUB_NAME.fullmatch(name) is not None and not Path(name).exists()
 

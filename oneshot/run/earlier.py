@@ -1,17 +1,43 @@
-"""What a run that continues an earlier one takes over from its output: its dtype, and the latencies it measured."""
+"""What tells a run that it continues an earlier one, and what it takes over from the output: dtype and latencies."""
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from oneshot.checkpoint import peek_fingerprint, peek_saved
+import torch
+from oneshot_kernels.backend import ENVIRONMENT_VARIABLE
+
+from oneshot.checkpoint import Model, card_metadata, peek_fingerprint, peek_saved
+from oneshot.checkpoint.safe_files import companion_hashes
+from oneshot.machine import Machine
 from oneshot.machine.dtype import COMPUTE_DTYPES
 from oneshot.machine.durable import as_stored
 from oneshot.parsing import full_dtype
 from oneshot.report.card import REPORT_NAME
+from oneshot.report.provenance import code_hash, processor_name, versions
 
 SAVED_TIMINGS = "timings"  # the journal's name for them, and the report's
+
+
+def environment(model: Model, machine: Machine) -> dict[str, Any]:
+    """Return the part of a fingerprint that is known before the text: input, machine and code."""
+    device = machine.device
+    return {
+        "model": model.checkpoint.content_hash(),  # the journal has hashes of all that was read
+        "files": companion_hashes(model.checkpoint.folder),
+        "card": card_metadata(model.checkpoint.folder),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "processor": processor_name(),
+        "kernels": os.environ.get(ENVIRONMENT_VARIABLE, ""),
+        "dtype": str(machine.dtype),
+        "batch_size": machine.batch_size,
+        "threads": torch.get_num_threads(),
+        "processes": machine.workers.size,
+        "versions": versions(),
+        "code": code_hash(),
+    }
 
 
 def earlier_dtype(outputs: Sequence[Path]) -> str | None:

@@ -42,11 +42,6 @@ class Further:
             reason,
         )
 
-    def num_blocks(self, plan: Plan) -> int:
-        """Return how many of them have to be compressed behind the model's own layers."""
-        found = self.result(plan)
-        return 0 if found is None else found.num_blocks
-
     def parameters(self, plan: Plan) -> int:
         """Return their stored parameters in the result of a plan."""
         found = self.result(plan)

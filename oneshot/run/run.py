@@ -1,6 +1,5 @@
 """What the results of a run share: the machine, the model, the method, the text and the profile."""
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
@@ -8,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from oneshot_kernels.backend import ENVIRONMENT_VARIABLE
 
 from oneshot.architecture import StackShape
-from oneshot.checkpoint import Checkpoint, FurtherLayers, GgufCheckpoint, card_metadata
-from oneshot.checkpoint.safe_files import companion_hashes, config_hash
+from oneshot.checkpoint import Checkpoint, FurtherLayers, GgufCheckpoint
+from oneshot.checkpoint.safe_files import config_hash
 from oneshot.compression import Curvature
 from oneshot.config import Config, Target
 from oneshot.errors import PlanError
@@ -35,11 +33,10 @@ from oneshot.profiling import (
     refuse_other,
 )
 from oneshot.report.progress import ProgressBar, Stopwatch, Tracker, WarningLog
-from oneshot.report.provenance import code_hash, processor_name, versions
 from oneshot.report.records import Footprint
 from oneshot.run.calibration import Calibration
 from oneshot.run.dtype import settled_dtype
-from oneshot.run.earlier import earlier_timings
+from oneshot.run.earlier import earlier_timings, environment
 from oneshot.run.forms import grid_of, settled_form, settled_method
 from oneshot.run.further import Further
 from oneshot.run.inputs import open_input, read_model, tell_of_ranks
@@ -252,7 +249,10 @@ class Run:
     def latency(self) -> Callable[[StackShape], float]:
         """Return the seconds of a model's sizes. The main process measures, and a run that continues does not."""
         length, read_by = self.config.text.sequence_length, coordinates if self.method.plans_ranks else None
-        measured_on = self._environment() | {"sequence_length": length, "ranks": self.method.plans_ranks}
+        measured_on = environment(self.model, self.machine) | {
+            "sequence_length": length,
+            "ranks": self.method.plans_ranks,
+        }
         measured_on |= {"form": self.form.name}
 
         def seconds(timings: Timings) -> Callable[[StackShape], float]:
@@ -270,25 +270,7 @@ class Run:
     def fingerprint(self, config: Config, schedule: Schedule) -> dict[str, Any]:
         """Return what the written weights depend on: runs with equal fingerprints write the same bytes."""
         profile = None if config.profile is None else profile_hash(Path(config.profile).expanduser())
-        return self._environment() | {
+        return environment(self.model, self.machine) | {
             "text": self.text.token_hash if schedule.reads_text else None,
             "options": config.fingerprint() | {"profile": profile},
-        }
-
-    def _environment(self) -> dict[str, Any]:
-        """Return the part of a fingerprint that is known before the text: input, machine and code."""
-        device = self.machine.device
-        return {
-            "model": self.model.checkpoint.content_hash(),  # the journal has hashes of all that was read
-            "files": companion_hashes(self.model.checkpoint.folder),
-            "card": card_metadata(self.model.checkpoint.folder),
-            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-            "processor": processor_name(),
-            "kernels": os.environ.get(ENVIRONMENT_VARIABLE, ""),
-            "dtype": str(self.machine.dtype),
-            "batch_size": self.machine.batch_size,
-            "threads": torch.get_num_threads(),
-            "processes": self.machine.workers.size,
-            "versions": versions(),
-            "code": code_hash(),
         }
