@@ -66,17 +66,19 @@ def plans_with_equal_heads(problem: Problem, plan: Plan) -> list[Plan]:
     return grid.servable(options, "attention")
 
 
-def share_of_heads(problem: Problem, plan: Plan, options: Sequence[Plan]) -> Plan:
+def plans_with_share_of_heads(problem: Problem, plan: Plan, options: Sequence[Plan]) -> list[Plan]:
     """Return the option that loses the fraction of heads nearest to the one that all sublayers of the plan must lose.
 
-    `options`: by rising number of heads. One head may be more than is asked for if attention outweighs the FFN.
+    Behind it are those with fewer heads, for FFNs that do not lose their fraction. `options`: by rising number of
+    heads. One head may be more than is asked for if attention outweighs the FFN; all heads remove nothing.
     """
-    stack, measure = problem.grid.stack(plan), problem.budget.measure
+    stack, measure, target = problem.grid.stack(plan), problem.budget.measure, problem.budget.target
     total = measure(stack)
     of_layers = measure(replace(stack, layers=stack.layers * 2)) - total  # in the budget's unit
-    kept = max(1, len(options) - round((total - problem.budget.target) / of_layers * len(options)))
-    fitting = (option for option in options[kept - 1 :] if problem.measure(option) >= problem.budget.target)
-    return next(fitting, options[-1])  # all heads remove nothing
+    kept = max(1, len(options) - round((total - target) / of_layers * len(options)))
+    enough = [problem.measure(option) >= target for option in options]
+    first = next((number for number in range(kept - 1, len(options)) if enough[number]), len(options) - 1)
+    return [options[first], *(options[number] for number in range(first - 1, -1, -1) if enough[number])]
 
 
 def with_equal_width(problem: Problem, plan: Plan) -> Plan:

@@ -13,8 +13,8 @@ from oneshot.planning.budget import Budget, OutOfReachError
 from oneshot.planning.damages import Damages, even_damages
 from oneshot.planning.equal_sizes import (
     plans_with_equal_heads,
+    plans_with_share_of_heads,
     plans_without_layers,
-    share_of_heads,
     with_equal_experts,
     with_equal_width,
 )
@@ -146,7 +146,7 @@ def reduced(problem: Problem, plan: Plan) -> Plan:
             most, surplus = (problem.budget.show(total - least) for least in (problem.measure(options[0]), target))
             return nearest(problem, options, f"Heads alone can give up {most} of the {surplus} asked for")
         if problem.damages is None:
-            options = [share_of_heads(problem, plan, options)]
+            options = plans_with_share_of_heads(problem, plan, options)
         else:  # fewer heads than in the largest option below the budget only do more damage
             below = sum(problem.measure(option) < target for option in options)
             options = options[max(0, below - 1) :]

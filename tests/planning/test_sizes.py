@@ -389,6 +389,15 @@ def test_heads_take_their_share_in_any_unit(unit: float) -> None:
     assert reduced(replace(problem, budget=other), start) == planned
 
 
+def test_fewer_heads_stay_where_ffns_cannot_lose_their_fraction() -> None:
+    """Half of the neurons and of the heads are too few to remove, and FFNs of a quarter are no multiple of 128."""
+    start, grid = whole(SHAPE, "kv-group"), Grid(LLAMA, SHAPE)
+    ceiling = SHAPE.stack().stored_parameters() - 0.53 * SHAPE.stack().all_layer_parameters()
+    problem = replace(problem_of(grid, ceiling, heads="id", round_to=128), budget=Budget(ceiling, is_ceiling=True))
+    assert grid.stack(alike(SHAPE, 128, 4, 2, "kv-group")).stored_parameters() > ceiling
+    assert reduced(problem, start) == alike(SHAPE, 128, 2, 1, "kv-group")
+
+
 @pytest.mark.parametrize("layers_differ", [False, True])
 def test_heads_out_of_reach_say_what_the_fewest_get_down_to(layers_differ: bool) -> None:
     start, step = whole(SHAPE, "kv-group"), default_round_to(SHAPE.intermediate_size)
