@@ -118,10 +118,14 @@ class Stack:
         return mixer
 
     @property
+    def ffn_sublayer(self) -> Sublayer:
+        """Return the sublayer of the FFN or experts, the last of a layer."""
+        return self.sublayers[self.index_of("ffn")]
+
+    @property
     def ffn_prefixes(self) -> tuple[str, ...]:
         """Return what the stored names of a layer's FFN or experts, and of their norms, begin with."""
-        sublayer = self.sublayers[self.index_of("ffn")]
-        mixer = sublayer.mixer
+        sublayer, mixer = self.ffn_sublayer, self.feed_forward
         modules = mixer.parts if isinstance(mixer, Experts) else (*sublayer.readers, sublayer.writer)
         stored = (self.stored_linear(module) for module in modules)
         return tuple(f"{name}." for name in (*stored, *(norm.name for norm in sublayer.norms)))
@@ -155,7 +159,7 @@ class Stack:
     @property
     def feed_forward(self) -> FeedForward | Experts:
         """Return what follows attention: one feed-forward network, or several of which a router chooses."""
-        mixer = self.sublayers[self.index_of("ffn")].mixer
+        mixer = self.ffn_sublayer.mixer
         assert isinstance(mixer, FeedForward | Experts)
         return mixer
 
@@ -204,17 +208,17 @@ class Stack:
     @property
     def centres(self) -> bool:
         """Return whether the norms are LayerNorms."""
-        return self.sublayers[-1].norms[0].centres
+        return self.ffn_sublayer.norms[0].centres
 
     @property
     def norms_after(self) -> bool:
         """Return whether norms follow the sums with the residual stream, which they then rewrite."""
-        return self.sublayers[-1].after is not None
+        return self.ffn_sublayer.after is not None
 
     @property
     def norms_inside(self) -> bool:
         """Return whether norms follow the mixers, before the sums with the residual stream."""
-        return self.sublayers[-1].inside is not None
+        return self.ffn_sublayer.inside is not None
 
     def within(self, prefix: str) -> "Stack":
         """Return the same stack inside a module of a larger class, such as `bert.`."""

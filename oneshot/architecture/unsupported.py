@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from oneshot.architecture.carried import Carried
 from oneshot.architecture.features import Feature
-from oneshot.architecture.resizing import NO_FFN_BIASES, NO_HIDDEN_SIZE, ONLY_STOCK
+from oneshot.architecture.resizing import FIXED_HEADS_ALONE, NO_FFN_BIASES, NO_HIDDEN_SIZE, ONLY_STOCK
 
 if TYPE_CHECKING:
     from oneshot.architecture.description import Description
@@ -99,6 +99,8 @@ def _reason_against_heads(family: "Description", feature: Feature) -> str | None
     mixer = family.stack.token_mixer
     if isinstance(mixer, Carried):
         return CARRIED[feature].format(family.model_type) if feature in CARRIED else None
+    if feature == "heads" and family.sizes.head_dim is None:  # a class that makes it of the hidden size
+        return FIXED_HEADS_ALONE.format(family.model_type)
     if feature in OF_HEADS and mixer.latent:
         return OF_HEADS[feature].format(family.model_type)
     if feature == "queries and keys" and mixer.q_norm is not None:

@@ -164,7 +164,7 @@ class Model:
         stack = self.family.stack
         if layer == 0:
             return self.read_embedding_norm()
-        return self.checkpoint.read_prefix(f"{stack.layer_prefix(layer - 1)}{stack.sublayers[-1].norm.name}.")
+        return self.checkpoint.read_prefix(f"{stack.layer_prefix(layer - 1)}{stack.ffn_sublayer.norm.name}.")
 
     def read_relative_bias(self, stack: Stack) -> torch.Tensor:
         """Return the table of relative positions `(buckets, heads)` of a stack, which its first layer stores."""

@@ -3,7 +3,7 @@
 from typing import Any
 
 from oneshot.architecture.description import Description, Sizes
-from oneshot.architecture.resizing import FIXED_HEADS_ALONE, set_width
+from oneshot.architecture.resizing import set_width
 from oneshot.architecture.stack import Stack
 from oneshot.architecture.sublayers import Attention, FeedForward, Norm, Sublayer
 from oneshot.errors import CheckpointError
@@ -52,5 +52,4 @@ FALCON = Description(
         norm_epsilon="layer_norm_epsilon",
         width_factor=4,
     ),
-    unsupported={"heads": FIXED_HEADS_ALONE.format("falcon")},
 )

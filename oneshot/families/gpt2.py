@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from oneshot.architecture.description import Description, Sizes
-from oneshot.architecture.resizing import FIXED_HEADS_ALONE, set_width
+from oneshot.architecture.resizing import set_width
 from oneshot.architecture.stack import Stack
 from oneshot.architecture.sublayers import Attention, FeedForward, Norm, Sublayer
 from oneshot.errors import CheckpointError
@@ -60,7 +60,6 @@ GPT2 = Description(
     set_width,
     check,
     sizes=SIZES,
-    unsupported={"heads": FIXED_HEADS_ALONE.format("gpt2")},
     unused=(".attn.bias", ".attn.masked_bias"),
 )
 GPT_BIGCODE = replace(
@@ -68,5 +67,4 @@ GPT_BIGCODE = replace(
     model_type="gpt_bigcode",
     stack=replace(STACK.with_attention(replace(_ATTENTION, one_group=True)), transposed=()),
     check=check_big_code,
-    unsupported={"heads": FIXED_HEADS_ALONE.format("gpt_bigcode")},
 )

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from oneshot.architecture.description import Description, Sizes
-from oneshot.architecture.resizing import FIXED_HEADS_ALONE, set_width
+from oneshot.architecture.resizing import set_width
 from oneshot.architecture.stack import Stack
 from oneshot.architecture.sublayers import Attention, FeedForward, Norm, Sublayer
 
@@ -39,7 +39,6 @@ GPT_NEOX = Description(
     set_width,
     renamed={"embed_out.weight": "lm_head.weight"},
     sizes=Sizes(num_key_value_heads=None, head_dim=None, norm_epsilon="layer_norm_eps"),
-    unsupported={"heads": FIXED_HEADS_ALONE.format("gpt_neox")},
     variant=variant,
     unused=(".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq"),
 )

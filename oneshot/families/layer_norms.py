@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from oneshot.architecture.description import Description, Sizes
-from oneshot.architecture.resizing import FIXED_HEADS_ALONE, set_width
+from oneshot.architecture.resizing import set_width
 from oneshot.architecture.stack import Stack
 from oneshot.architecture.sublayers import Attention, FeedForward, Norm, Sublayer
 from oneshot.errors import CheckpointError
@@ -94,7 +94,6 @@ STABLELM = Description(
     set_width,
     check_stablelm,
     sizes=Sizes(head_dim=None, norm_epsilon="layer_norm_eps"),
-    unsupported={"heads": FIXED_HEADS_ALONE.format("stablelm")},
 )
 # biases, and an FFN without a gate
 STARCODER2 = Description(

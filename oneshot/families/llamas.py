@@ -13,8 +13,7 @@ from oneshot.families.llama import STACK
 MISTRAL_WINDOW = 4096  # transformers' default
 HEAD_NORMS = Attention(q_norm="self_attn.q_norm", k_norm="self_attn.k_norm")  # of each head, shared by all heads
 FUSED_FFN = {"mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")}
-ATTENTION, FFN = STACK.sublayers
-GLM_FFN = replace(FFN, mixer=FeedForward(activation="mlp.activation_fn"))
+GLM_FFN = FeedForward(activation="mlp.activation_fn")
 # norms inside the branches only, and norms over all heads of queries and of keys
 OLMO_STACK = Stack(
     (
@@ -80,8 +79,7 @@ QWEN3 = _like(
 PHI3 = _like(
     "phi3",
     stack=replace(
-        STACK,
-        sublayers=(ATTENTION, GLM_FFN),
+        STACK.with_ffn(GLM_FFN),
         fused={"self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), **FUSED_FFN},
     ),
     variant=phi3_forms,
@@ -109,14 +107,14 @@ ARCEE = _like("arcee", stack=STACK.with_ffn(FeedForward(gate=None)))
 # rotary positions turn neighbouring values; biases if the config has them
 ERNIE4_5 = _like("ernie4_5")
 # GLM-4 of 2024 (`glm`) and of 2025 (`glm4`): gate and up are one linear; the later has norms inside the branches
-GLM = _like("glm", stack=replace(STACK, sublayers=(ATTENTION, GLM_FFN), fused=FUSED_FFN))
+GLM = _like("glm", stack=replace(STACK.with_ffn(GLM_FFN), fused=FUSED_FFN))
 GLM4 = _like(
     "glm4",
     stack=replace(
         STACK,
         sublayers=(
-            replace(ATTENTION, inside=Norm("post_self_attn_layernorm")),
-            replace(GLM_FFN, inside=Norm("post_mlp_layernorm")),
+            Sublayer(Attention(), Norm("input_layernorm"), inside=Norm("post_self_attn_layernorm")),
+            Sublayer(GLM_FFN, Norm("post_attention_layernorm"), inside=Norm("post_mlp_layernorm")),
         ),
         fused=FUSED_FFN,
     ),

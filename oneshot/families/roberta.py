@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from oneshot.architecture.description import Description
-from oneshot.architecture.resizing import FIXED_HEADS_ALONE, set_width
+from oneshot.architecture.resizing import set_width
 from oneshot.errors import CheckpointError
 from oneshot.families.bert import KINDS, SIZES, STACK, check
 
@@ -36,7 +36,6 @@ def _roberta(model_type: str, name: str) -> Description:
         classes=tuple(f"{name}{kind}" for kind in KINDS),
         prefix="roberta",
         sizes=SIZES,
-        unsupported={"heads": FIXED_HEADS_ALONE.format(model_type)},
         variant=variant,
     )
 
@@ -51,6 +50,5 @@ ELECTRA = replace(
     masked_head="generator_lm_head.weight",
     classes=(*(f"Electra{kind}" for kind in KINDS), "ElectraForPreTraining"),
     prefix="electra",
-    unsupported={"heads": FIXED_HEADS_ALONE.format("electra")},
     variant=lambda family, config: family,
 )
