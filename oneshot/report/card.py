@@ -10,10 +10,9 @@ from oneshot.architecture import stated_class
 from oneshot.config import own_name
 from oneshot.errors import printable
 from oneshot.json_text import json_text
-from oneshot.report.layer_table import layer_table
+from oneshot.report.layer_table import layer_table, size_rows
 from oneshot.report.records import Report
 from oneshot.report.sharing import is_published, shared_sources, without_local_paths
-from oneshot.report.terminal import size_rows
 from oneshot.serving import Serving
 
 REPORT_NAME = "oneshot_report.json"

@@ -1,4 +1,6 @@
-"""The kept sizes and ranks of every layer, as one table for the terminal, the page and the card."""
+"""Sizes before and after, and those of every layer, as rows for the terminal, the page and the card."""
+
+from typing import Any
 
 from oneshot.report.records import Report
 
@@ -42,3 +44,24 @@ def layer_table(report: Report) -> tuple[list[str], list[list[str]]]:
             first = number
             rows.append([str(number), *sizes])
     return ["layer", *(COLUMNS[name] for name in shown)], rows
+
+
+def size_rows(report: Report) -> list[tuple[str, dict[str, int]]]:
+    """Return the sizes before and after, with their names."""
+    rows = [
+        ("stored parameters", report.stored_parameters),
+        ("parameters in the layers", report.layer_parameters),
+        ("FLOPs per token (linears)", report.flops_per_token),
+    ]
+    if report.further_parameters is not None:
+        rows.insert(1, ("parameters that predict further tokens, beside them", report.further_parameters))
+    if report.kv_bytes_per_token["dense"]:
+        rows.append(("KV cache bytes per token (16 bit)", report.kv_bytes_per_token))
+    return rows
+
+
+def divergence_name(dense_shape: dict[str, Any]) -> str:
+    """Return what a report's predicted divergences are (`stream.output_head`)."""
+    if dense_shape["causal"]:
+        return "predicted KL divergence of the output, nats per token"
+    return "predicted change of the last hidden states, half its squared norm over theirs"

@@ -1,6 +1,7 @@
 """Tables on the terminal, at most 80 columns wide."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -11,9 +12,9 @@ from rich.text import Text
 from oneshot.architecture import RANKED_KINDS
 from oneshot.errors import printable
 from oneshot.planning import Profile
-from oneshot.report.layer_table import layer_table
+from oneshot.report.layer_table import divergence_name, layer_table, size_rows
 from oneshot.report.mixture import COLUMNS, mixture_rows
-from oneshot.report.records import Footprint, Report, SublayerReport, grouped_experts
+from oneshot.report.records import Footprint, LayerReport, Report, grouped_experts
 from oneshot.report.words import OPENED, duration, gibibytes, show
 
 WIDTH = 80
@@ -23,45 +24,32 @@ FROM_A_PROFILE = "The sizes of each layer will come from a profile; memory and t
 PLACES = {"device": "in the device's memory", "host": "in host memory", "disk": "in --offload-dir"}  # by store
 SHARED = ("prepare", "curvature", "profile")  # stages that several sizes have together
 UNITS = ("heads", "ffn")
+WORST = {  # of a layer, and their formats
+    "predicted_error": ".4f",
+    "measured_error": ".4f",
+    "condition_number": ".1e",
+    "max_interpolation": ".2f",
+}
 
 
 def print_report(report: Report) -> None:
     """Print sizes before and after, and one line for every layer."""
     console = open_console()
     names = printable(f"{report.config['checkpoint']} → {report.config['output']}")
-    sizes = _table("", "dense", "compressed", "change", title=names)
-    for name, values in size_rows(report):
-        dense, compressed = values["dense"], values["compressed"]
-        change = f"{compressed / dense - 1:+.1%}" if dense else "–"
-        sizes.add_row(name, f"{dense:,}", f"{compressed:,}", change)
-    console.print(sizes)
-    layers = _table(
-        "layer", "heads", "FFN", "predicted", "measured", "condition", "max|T|", "s", title="error by layer"
-    )
-    for layer in report.layers:
-        by_kind = {sublayer.kind: sublayer for sublayer in layer.sublayers}
-        layers.add_row(
-            str(layer.layer),
-            *(_kept(by_kind.get(kind)) for kind in UNITS),
-            _worst([sublayer.predicted_error for sublayer in layer.sublayers], ".4f"),
-            _worst([sublayer.measured_error for sublayer in layer.sublayers], ".4f"),
-            _worst([sublayer.condition_number for sublayer in layer.sublayers], ".1e"),
-            _worst([sublayer.max_interpolation for sublayer in layer.sublayers], ".2f"),
-            f"{layer.seconds:.1f}",
-        )
-    console.print(layers)
-    headings, rows = layer_table(report)
-    if any(heading.startswith("rank") for heading in headings):
-        ranked = _table(*headings, title="kept sizes and ranks by layer")
-        for row in rows:
-            ranked.add_row(*row)
-        console.print(ranked)
+    console.print(_table(names, ("", "dense", "compressed", "change"), starmap(_size_row, size_rows(report))))
+    headings = ("layer", "heads", "FFN", "predicted", "measured", "condition", "max|T|", "s")
+    console.print(_table("error by layer", headings, map(_error_row, report.layers)))
+    columns, rows = layer_table(report)
+    if any(column.startswith("rank") for column in columns):
+        console.print(_table("kept sizes and ranks by layer", columns, rows))
     if report.plan["embedding"]:
         ranks = ", ".join(str(table["rank"]) for table in report.plan["embedding"])
         console.print(f"embedding: ranks {ranks} of {report.dense_shape['hidden_size']} by ranges of the vocabulary")
-    shares = [f"{name} in {count}" for name, count in _low_ranks(report.plan["layers"]).items() if count]
+    layers = report.plan["layers"]
+    counts = {kind: sum(layer[f"{kind}_rank"] is not None for layer in layers) for kind in RANKED_KINDS}
+    shares = [f"{kind.replace('_', ' and ')} in {count}" for kind, count in counts.items() if count]
     if shares:
-        console.print(f"layers with linears of low rank: {', '.join(shares)} of {len(report.plan['layers'])}")
+        console.print(f"layers with linears of low rank: {', '.join(shares)} of {len(layers)}")
     if report.predicted_divergence is not None:
         shown = ", ".join(f"{name} {value:.3f}" for name, value in report.predicted_divergence.items())
         console.print(f"{divergence_name(report.dense_shape)}: {shown}")
@@ -75,53 +63,60 @@ def print_report(report: Report) -> None:
         console.print(f"memory held {grouped_experts(report.footprint)}")
 
 
-def _low_ranks(layers: list[dict[str, Any]]) -> dict[str, int]:
-    """Return how many layers of a plan have low rank, by kind of linear."""
-    return {
-        kind.replace("_", " and "): sum(layer[f"{kind}_rank"] is not None for layer in layers) for kind in RANKED_KINDS
-    }
+def _size_row(name: str, values: dict[str, int]) -> tuple[str, ...]:
+    dense, compressed = values["dense"], values["compressed"]
+    return name, f"{dense:,}", f"{compressed:,}", f"{compressed / dense - 1:+.1%}" if dense else "–"
+
+
+def _error_row(layer: LayerReport) -> tuple[str, ...]:
+    by_kind = {sublayer.kind: sublayer for sublayer in layer.sublayers}
+    kept = ("–" if one is None else f"{one.dense_size} → {one.kept_size}" for one in map(by_kind.get, UNITS))
+    worst = (
+        show(max((value for one in layer.sublayers if (value := getattr(one, name)) is not None), default=None), spec)
+        for name, spec in WORST.items()
+    )
+    return str(layer.layer), *kept, *worst, f"{layer.seconds:.1f}"
 
 
 def print_footprint(footprint: Footprint, *, checks: bool = False) -> None:
     """Print what a run would take; `checks`: with the check of its result, if that fits."""
-    table = _table("", "predicted", "where, or why", title=DRY_RUN)
-    table.add_row("peak host memory", gibibytes(footprint.host_bytes), footprint.host_stage)
+    about = _about(footprint)
+    rows = [("peak host memory", gibibytes(footprint.host_bytes), footprint.host_stage)]
     if footprint.device_bytes:
-        table.add_row("peak device memory", gibibytes(footprint.device_bytes), footprint.device_stage)
+        rows.append(("peak device memory", gibibytes(footprint.device_bytes), footprint.device_stage))
     if checks and footprint.check_bytes:
-        table.add_row("peak in the check", *_of_check(footprint))
-    table.add_row("activations", footprint.store, PLACES[footprint.store])
+        rows.append(("peak in the check", *_of_check(footprint)))
+    rows.append(("activations", footprint.store, PLACES[footprint.store]))
     if footprint.experts_together is not None:
         groups = f"in {footprint.expert_groups} groups, a pass over the text for each"
-        table.add_row("experts together", str(footprint.experts_together), groups)
-    table.add_row("result on disk", _about(footprint) + gibibytes(footprint.result_bytes), "at --output")
-    table.add_row("peak on disk", gibibytes(footprint.disk_bytes), "at --output, with what --resume needs")
-    table.add_row("scratch files", gibibytes(footprint.scratch_bytes), "in --offload-dir, removed at the end")
+        rows.append(("experts together", str(footprint.experts_together), groups))
+    rows += [
+        ("result on disk", about + gibibytes(footprint.result_bytes), "at --output"),
+        ("peak on disk", gibibytes(footprint.disk_bytes), "at --output, with what --resume needs"),
+        ("scratch files", gibibytes(footprint.scratch_bytes), "in --offload-dir, removed at the end"),
+    ]
     if footprint.form is not None:
-        table.add_row("form", footprint.form, f"opened by {OPENED[footprint.form]}")
+        rows.append(("form", footprint.form, f"opened by {OPENED[footprint.form]}"))
     if footprint.served:
-        table.add_row("planned to open", "", footprint.served)
+        rows.append(("planned to open", "", footprint.served))
     dense, compressed = footprint.stored_parameters["dense"], footprint.stored_parameters["compressed"]
-    table.add_row(
-        "stored parameters", f"{_about(footprint)}{compressed:,}", f"of {dense:,} (−{1 - compressed / dense:.1%})"
-    )
+    rows.append(("stored parameters", f"{about}{compressed:,}", f"of {dense:,} (−{1 - compressed / dense:.1%})"))
     if footprint.groups:
         fitting, _, more = footprint.groups.partition("; ")
-        table.add_row("groups of quantisers", fitting, more or "dividing the inputs of all linears")
+        rows.append(("groups of quantisers", fitting, more or "dividing the inputs of all linears"))
     if footprint.dtype:
         taken, _, why = footprint.dtype.partition(", ")
-        table.add_row("dtype", taken, why)
-    for stage, seconds in footprint.seconds.items():
-        if stage != "total":
-            table.add_row(f"time: {stage}", duration(seconds), _of_text(stage, footprint))
+        rows.append(("dtype", taken, why))
+    stages = {stage: seconds for stage, seconds in footprint.seconds.items() if stage != "total"}
+    rows += [(f"time: {stage}", duration(spent), _of_text(stage, footprint)) for stage, spent in stages.items()]
     total = footprint.seconds.get("total", 0.0)
     if checks and footprint.check_fits:
-        table.add_row("time: check", duration(footprint.check_seconds), "of the result, beside the original")
+        rows.append(("time: check", duration(footprint.check_seconds), "of the result, beside the original"))
         total += footprint.check_seconds
     if footprint.seconds:
-        table.add_row("time in all", f"about {duration(total)}", MAY_BE_WRONG)
+        rows.append(("time in all", f"about {duration(total)}", MAY_BE_WRONG))
     console = open_console()
-    console.print(table)
+    console.print(_table(DRY_RUN, ("", "predicted", "where, or why"), rows))
     if not footprint.exact:
         console.print(FROM_A_PROFILE)
 
@@ -133,13 +128,13 @@ def print_footprints(footprints: Sequence[Footprint], *, checks: bool = False) -
     """
     has_device = any(footprint.device_bytes for footprint in footprints)
     columns = ["removed", "parameters", "result", "host memory", *["device memory"] * has_device, "disk", "time"]
-    table, total = _table(*columns, title=DRY_RUN), 0.0
+    rows, total = [], 0.0
     for footprint in footprints:
         dense, compressed = footprint.stored_parameters["dense"], footprint.stored_parameters["compressed"]
         own = sum(seconds for stage, seconds in footprint.seconds.items() if stage not in (*SHARED, "total"))
         own += footprint.check_seconds if checks and footprint.check_fits else 0.0
         total += own
-        table.add_row(
+        row = (
             f"{1 - compressed / dense:.1%}",
             f"{_about(footprint)}{compressed:,}",
             _about(footprint) + gibibytes(footprint.result_bytes),
@@ -148,8 +143,9 @@ def print_footprints(footprints: Sequence[Footprint], *, checks: bool = False) -
             gibibytes(footprint.disk_bytes),
             duration(own),
         )
+        rows.append(row)
     console = open_console()
-    console.print(table)
+    console.print(_table(DRY_RUN, columns, rows))
     shared = {stage: seconds for stage, seconds in footprints[0].seconds.items() if stage in SHARED}
     total += sum(shared.values())
     parts = ", ".join(
@@ -185,42 +181,23 @@ def _of_check(footprint: Footprint) -> tuple[str, str]:
 
 def print_profile(profile: Profile) -> None:
     """Print what each layer would lose, and what that would do to the model's output."""
-    table = _table(
-        "layer",
-        "FFN error ¾",
-        "½ kept",
-        "FFN sens.",
-        "head sens.",
-        "KL without",
-        "influence",
-        title="sensitivity: KL divergence of the output (nats per token) per relative squared error",
-    )
+    title = "sensitivity: KL divergence of the output (nats per token) per relative squared error"
+    headings = ("layer", "FFN error ¾", "½ kept", "FFN sens.", "head sens.", "KL without", "influence")
+    of_layers = (profile.ffn_sensitivity, profile.head_sensitivity, profile.layer_divergence, profile.block_influence)
+    rows = []
     for layer, errors in enumerate(profile.ffn_errors):
-        width = _width(errors)
-        table.add_row(
-            str(layer),
-            *(f"{float(errors[round(share * width)]) ** 0.5:.4f}" for share in (3 / 4, 1 / 2)),
-            *(
-                f"{float(values[layer]):.4f}"
-                for values in (
-                    profile.ffn_sensitivity,
-                    profile.head_sensitivity,
-                    profile.layer_divergence,
-                    profile.block_influence,
-                )
-            ),
-        )
-    open_console().print(table)
+        kept = [round(share * _width(errors)) for share in (3 / 4, 1 / 2)]
+        values = [*(float(errors[size]) ** 0.5 for size in kept), *(float(each[layer]) for each in of_layers)]
+        rows.append((str(layer), *(f"{value:.4f}" for value in values)))
+    open_console().print(_table(title, headings, rows))
 
 
 def print_mixture(record: dict[str, Any]) -> None:
     """Print the verdict on a mixture (`report.mixture`)."""
     console = open_console()
     if record["sizes"]:
-        table = _table(*COLUMNS, title="verdict: fewer beside narrower experts, at the same stored size (predicted)")
-        for row in mixture_rows(record):
-            table.add_row(*row)
-        console.print(table)
+        title = "verdict: fewer beside narrower experts, at the same stored size (predicted)"
+        console.print(_table(title, COLUMNS, mixture_rows(record)))
     for sentence in record["sentences"]:
         console.print(sentence, markup=False, highlight=False)
 
@@ -231,45 +208,17 @@ def _width(errors: torch.Tensor) -> int:
     return min(int(losing[-1]) + 1 if len(losing) else len(errors), len(errors) - 1)
 
 
-def size_rows(report: Report) -> list[tuple[str, dict[str, int]]]:
-    """Return the sizes before and after, with their names."""
-    rows = [
-        ("stored parameters", report.stored_parameters),
-        ("parameters in the layers", report.layer_parameters),
-        ("FLOPs per token (linears)", report.flops_per_token),
-    ]
-    if report.further_parameters is not None:
-        rows.insert(1, ("parameters that predict further tokens, beside them", report.further_parameters))
-    if report.kv_bytes_per_token["dense"]:
-        rows.append(("KV cache bytes per token (16 bit)", report.kv_bytes_per_token))
-    return rows
-
-
-def divergence_name(dense_shape: dict[str, Any]) -> str:
-    """Return what a report's predicted divergences are (`stream.output_head`)."""
-    if dense_shape["causal"]:
-        return "predicted KL divergence of the output, nats per token"
-    return "predicted change of the last hidden states, half its squared norm over theirs"
-
-
 def open_console() -> Console:
     """Return a console of at most `WIDTH` columns."""
     console = Console()
     return Console(width=min(console.width, WIDTH)) if console.is_terminal else Console(width=WIDTH)
 
 
-def _table(*columns: str, title: str) -> Table:
+def _table(title: str, headings: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
     # as plain text: square brackets in a name are not markup
     table = Table(title=Text(title), padding=(0, 1), pad_edge=False)
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number == 0 else "right")
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if number == 0 else "right")
+    for row in rows:
+        table.add_row(*row)
     return table
-
-
-def _kept(sublayer: SublayerReport | None) -> str:
-    return "–" if sublayer is None else f"{sublayer.dense_size} → {sublayer.kept_size}"
-
-
-def _worst(values: Sequence[float | None], spec: str) -> str:
-    known = [value for value in values if value is not None]
-    return show(max(known, default=None), spec)
