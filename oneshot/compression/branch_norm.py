@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from oneshot.architecture import Experts, Norm, Stack, Sublayer
+from oneshot.compression.correction import Factors
 from oneshot.compression.fold import augmented_weight
 from oneshot.machine.transfer import as_like
 from oneshot.stream import Layer, Routing
@@ -80,6 +81,11 @@ def seen_writer(sublayer: Sublayer, tensors: Tensors, device: torch.device) -> t
     weight = augmented_weight(tensors, sublayer.writer).to(device)
     norm = BranchNorm.of(sublayer, tensors, device)
     return weight if norm is None else norm.seen(weight), norm
+
+
+def unseen(factors: Factors, norm: BranchNorm | None) -> Factors:
+    """Convert factors of the writer with its norm into factors of the writer's own weight."""
+    return factors if norm is None else replace(factors, weight=norm.unseen(factors.weight))
 
 
 @dataclass(frozen=True)

@@ -144,7 +144,7 @@ class LayerCompressor:
             else:
                 self._by_text(layer, uploaded, work, tasks, self._states)
         warn_of_overflow(self._layers_before + layer, work.reports, uploaded)
-        folded, working = self._fold(layer, tensors, uploaded, work)
+        folded, working = self._fold(layer, tensors, uploaded, work, tasks)
         scales = to_host(work.scales)
         if self._quantisation is not None:
             folded = round_others(self._quantisation, self._model.family.stack_of(layer), folded, scales)
@@ -281,12 +281,13 @@ class LayerCompressor:
         tensors: Tensors,
         uploaded: Tensors,
         work: LayerWork,
+        tasks: list[SublayerTask],
     ) -> tuple[Tensors, Tensors]:
         """Return what the checkpoint stores of a layer, and what the stream passed, on the host.
 
         Tensors that did not change since they were uploaded are the input's.
         """
-        left_out = [task.sublayer for task in self._tasks(layer) if task.is_left_out]
+        left_out = [task.sublayer for task in tasks if task.is_left_out]
         working = work.working
         folded = fold_layer(self._model, self._grid, self._subspaces, layer, work, left_out)
         like = tensors[f"{self._model.family.stack_of(layer).token_mixer.out}.weight"]

@@ -14,12 +14,11 @@ from oneshot.compression.fold import augmented_weight, row_energy
 from oneshot.compression.overflow import naming_the_layer
 from oneshot.compression.statistics import GramAccumulator, MomentAccumulator
 from oneshot.machine import Machine
-from oneshot.machine.prefetch import prefetch
-from oneshot.machine.transfer import Uploader, pinned
+from oneshot.machine.transfer import Uploader
 from oneshot.method import SelectorName
 from oneshot.planning import Plan
 from oneshot.selection import SELECTORS, Evidence
-from oneshot.stream import States
+from oneshot.stream import States, read_ahead
 from oneshot.text import Text
 
 
@@ -37,8 +36,7 @@ def find_shared_heads(
     shape, family, chosen = model.shape, model.family, SELECTORS[selector]
     states, upload = States(model, machine, text), Uploader(machine.device)
     totals: dict[str, torch.Tensor] = {}
-    read = prefetch(lambda layer: pinned(model.read_layer(layer), machine.device), shape.num_hidden_layers)
-    for number, read_tensors in enumerate(read):
+    for number, read_tensors in enumerate(read_ahead(model, machine.device)):
         stack = family.stack_of(number)
         if number == stack.first_layer > 0:
             states.settle()

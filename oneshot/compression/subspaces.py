@@ -18,11 +18,10 @@ from oneshot.compression.fold_post_norm import SubspaceNorm
 from oneshot.compression.statistics import GramAccumulator
 from oneshot.linalg.pca import energies_along, principal_directions
 from oneshot.machine import Machine
-from oneshot.machine.prefetch import prefetch
-from oneshot.machine.transfer import Uploader, pinned
+from oneshot.machine.transfer import Uploader
 from oneshot.method import TokenWeighting
 from oneshot.planning import HiddenPlan
-from oneshot.stream import DensePass, States
+from oneshot.stream import DensePass, States, read_ahead
 from oneshot.text import Text
 
 
@@ -136,8 +135,7 @@ def find_subspaces(
         measure(states.sums_of_embeddings(model.read_embedding()))
     # 2. Layer by layer what every norm reads, while the stream moves on.
     upload = Uploader(machine.device)
-    layers = prefetch(lambda layer: pinned(model.read_layer(layer), machine.device), shape.num_hidden_layers)
-    for number, tensors in enumerate(layers):
+    for number, tensors in enumerate(read_ahead(model, machine.device)):
         stack = family.stack_of(number)
         if number == stack.first_layer > 0:
             measure(x for x, _ in states.read())  # what the encoder's final norm reads

@@ -12,12 +12,10 @@ from oneshot.export import FurtherResult, cast
 from oneshot.export.quantised import quantised_layer
 from oneshot.job.job import Job
 from oneshot.machine.memory import peak_bytes, peak_device_bytes
-from oneshot.machine.prefetch import prefetch
-from oneshot.machine.transfer import pinned
 from oneshot.report.grams import worst
 from oneshot.report.progress import ERROR_EXPLAINED, ProgressBar
 from oneshot.report.records import LayerReport
-from oneshot.stream import States, enter_further
+from oneshot.stream import States, enter_further, read_ahead
 from oneshot.tensors import Tensors
 
 
@@ -40,8 +38,7 @@ def compress_layers(job: Job, journal: Journal) -> list[LayerReport]:
         bar = ProgressBar(run.tracker, num_layers=num_layers, total=num_tokens, stage="layers", unit="layers")
         if states is not None:
             states.advance = bar.advance
-        read = prefetch(lambda layer: pinned(model.read_layer(layer), run.machine.device), num_layers)
-        for layer, tensors in enumerate(read):
+        for layer, tensors in enumerate(read_ahead(model, run.machine.device)):
             if layer < finished:
                 stored, scaffold = journal.reread(layer)
                 working = scaffold or (run.form.original(model, numbers[layer], stored) if stored else {})

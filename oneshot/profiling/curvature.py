@@ -19,18 +19,16 @@ from oneshot.compression.curvature import Curvature, shrunk
 from oneshot.compression.overflow import SumsOverflowError, naming_the_layer
 from oneshot.compression.statistics import GramAccumulator
 from oneshot.machine import Machine, repeatable_attention
-from oneshot.machine.prefetch import prefetch
-from oneshot.machine.transfer import Uploader, pinned, uploaded
+from oneshot.machine.transfer import Uploader, uploaded
 from oneshot.profiling.lent_gradients import Beside, LentGradients
-from oneshot.stream import ActivationStore, Layer, LayerBuilder, Memory, OutputHead, holds_scores, memory_of
+from oneshot.stream import ActivationStore, Layer, LayerBuilder, Memory, OutputHead, holds_scores, memory_of, read_ahead
 from oneshot.text import Batch, Text, placed
 
 CURVATURE_TOKENS = 16_384  # at most, and at most a quarter of the text, if this leaves the fewest
 FEWEST_TOKENS = 2_048
 Norms = list[BranchNorm | MixtureNorms | None]  # of a layer, by sublayer: what follows their writers
-OfLayer = tuple[
-    int, dict[str, GramAccumulator], Callable[[], int]
-]  # number, sums of the part of the text, what finds an overflow
+# of a layer: its number, sums of the part of the text, what finds an overflow
+OfLayer = tuple[int, dict[str, GramAccumulator], Callable[[], int]]
 SCORES_TOGETHER = 2**28  # numbers of attention's scores on a device, which has them whole
 LARGEST_GRADIENT = 10.0  # of a token, in units of the mean norm of its sequence
 
@@ -180,8 +178,7 @@ def _layers(
 ) -> Iterator[tuple[Layer, Norms]]:
     """Yield layers whose weights may be in a graph, as tensors of inference mode may not; and norms inside them."""
     upload = Uploader(machine.device)
-    read = prefetch(lambda index: pinned(model.read_layer(numbers[index]), machine.device), len(numbers))
-    for number, tensors in zip(numbers, read, strict=True):
+    for number, tensors in zip(numbers, read_ahead(model, machine.device, numbers), strict=True):
         tensors = {
             name: tensor.clone() if tensor.is_inference() else tensor for name, tensor in upload(tensors).items()
         }

@@ -8,9 +8,8 @@ import torch
 from oneshot.checkpoint import Model
 from oneshot.compression.overflow import naming_the_layer, refuse_overflow
 from oneshot.machine import Machine
-from oneshot.machine.prefetch import prefetch
-from oneshot.machine.transfer import Uploader, pinned
-from oneshot.stream import InputSquares, States
+from oneshot.machine.transfer import Uploader
+from oneshot.stream import InputSquares, States, read_ahead
 from oneshot.text import Text
 
 IMPORTANCE_TOKENS = 32_768  # of a result's text: means of squares need fewer than corrections
@@ -31,8 +30,7 @@ def measure_importance(
     """
     states, found = States(model, machine, text, advance=advance), InputSquares()
     upload = Uploader(machine.device)
-    read = prefetch(lambda layer: pinned(model.read_layer(layer), machine.device), model.shape.num_hidden_layers)
-    for number, tensors in enumerate(read):
+    for number, tensors in enumerate(read_ahead(model, machine.device)):
         layer = states.dense_layer(number, upload(tensors))
         with layer.summing_inputs() as squares:
             states.defer(lambda x, _, layer=layer: layer.run_all(x))  # type: ignore[misc]

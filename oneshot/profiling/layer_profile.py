@@ -7,7 +7,7 @@ import torch
 
 from oneshot.architecture import RANKED_KINDS, ModelShape, RankedKind
 from oneshot.checkpoint import Model
-from oneshot.compression.branch_norm import BranchNorm, seen_writer
+from oneshot.compression.branch_norm import seen_writer, unseen
 from oneshot.compression.correction import Factors, correct
 from oneshot.compression.curvature import root_of
 from oneshot.compression.expert_removal import keep_experts
@@ -278,11 +278,6 @@ class LayerProfile:
             columns = torch.cat((columns, columns.new_tensor([weight.shape[1] - 1])))
         damping = self._measures.damping
         return correct(weight, columns, statistics, correction="same-layer", damping=damping, root=root, reported=False)
-
-
-def unseen(factors: Factors, branch_norm: BranchNorm | None) -> Factors:
-    """Convert factors of the writer with its norm into factors of the writer's own weight."""
-    return factors if branch_norm is None else replace(factors, weight=branch_norm.unseen(factors.weight))
 
 
 def fill(row: torch.Tensor, curve: torch.Tensor) -> None:

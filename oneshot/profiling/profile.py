@@ -1,20 +1,19 @@
 """Making a profile: the layers in order, then the embedding."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 from oneshot.checkpoint import Model
 from oneshot.checkpoint.safe_files import config_hash
 from oneshot.compression import Curvature
 from oneshot.machine import Machine
-from oneshot.machine.prefetch import prefetch
-from oneshot.machine.transfer import pinned
 from oneshot.method import Method
 from oneshot.planning import Profile, ProfileOrigin, removed_unit
 from oneshot.profiling.embedding import embedding_steps, no_embedding_profile, profile_embedding
 from oneshot.profiling.profiler import LayerProfiler
 from oneshot.report.progress import ProgressBar, Tracker
 from oneshot.report.provenance import versions
-from oneshot.tensors import Tensors
+from oneshot.stream import read_ahead
 from oneshot.text import Text, load_tokenizer, special_tokens
 
 
@@ -38,10 +37,7 @@ def make_profile(
     """
     tracker = Tracker() if tracker is None else tracker
     num_layers, unit = model.shape.num_hidden_layers, removed_unit(method, model.shape)
-
-    def layers() -> Iterator[Tensors]:
-        return prefetch(lambda layer: pinned(model.read_layer(layer), machine.device), num_layers)
-
+    layers = partial(read_ahead, model, machine.device)
     profiler = LayerProfiler(
         model, machine, text, head_unit=unit, damping=method.fixed_damping, probed=kinds, curvature=curvature
     )

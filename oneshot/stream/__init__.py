@@ -6,7 +6,7 @@ from oneshot.stream.dense_pass import DensePass
 from oneshot.stream.further import enter_further
 from oneshot.stream.input_squares import InputSquares
 from oneshot.stream.layer import Layer
-from oneshot.stream.layers import LayerBuilder
+from oneshot.stream.layers import LayerBuilder, read_ahead
 from oneshot.stream.lent_keys import LentKeys
 from oneshot.stream.memory import Memory, memory_of
 from oneshot.stream.output_head import OutputHead, Prediction
@@ -34,4 +34,5 @@ __all__ = [
     "enter_further",
     "holds_scores",
     "memory_of",
+    "read_ahead",
 ]

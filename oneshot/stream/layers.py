@@ -1,5 +1,6 @@
 """Single layers of the model: transformers' own layer class with real weights, without the rest of the model."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -11,7 +12,8 @@ from oneshot.architecture import Attention, ModelShape, Stack, fuse
 from oneshot.checkpoint import Model, copy_modules, resized_config
 from oneshot.errors import CalibrationError
 from oneshot.machine import Machine
-from oneshot.machine.transfer import uploaded
+from oneshot.machine.prefetch import prefetch
+from oneshot.machine.transfer import pinned, uploaded
 from oneshot.stream.layer import Layer, with_parts
 from oneshot.stream.memory import Memory
 from oneshot.stream.output_head import LastStates, OutputHead
@@ -178,6 +180,12 @@ class LayerBuilder:
             config = resized_config(self._model.family, self._model.checkpoint.config, shape)
             self._templates[shape] = Template(config, self._model, self._machine, self._sequence_length)
         return self._templates[shape]
+
+
+def read_ahead(model: Model, device: torch.device, numbers: Sequence[int] | None = None) -> Iterator[Tensors]:
+    """Yield the tensors of layers, of all without `numbers`, on the host; the next one is read meanwhile."""
+    numbers = range(model.shape.num_hidden_layers) if numbers is None else numbers
+    return prefetch(lambda index: pinned(model.read_layer(numbers[index]), device), len(numbers))
 
 
 class _Scale(nn.Module):
