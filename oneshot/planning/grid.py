@@ -69,7 +69,7 @@ class Grid:
         return self.shape.stack() if self.stored is None else self.stored
 
     @cached_property
-    def known_prices(self) -> dict[Any, Any]:
+    def known_costs(self) -> dict[Any, Any]:
         """Return where `own_sizes` keeps what options of sublayers cost: plans for other targets ask the same."""
         return {}
 

@@ -1,4 +1,4 @@
-"""Fields of its own for every layer: what each sublayer may be, and the choice of least predicted damage."""
+"""Sizes of its own for every layer: what each sublayer may be, and the choice of least predicted damage."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ from oneshot.planning.vocabulary import table_options
 from oneshot.serving import ANY
 
 HALVES: tuple[Half, Half] = ("ffn", "attention")
-Axis = tuple[list[Fields], np.ndarray]  # what a part of a sublayer may be, and its damage in each layer of the model
+Choice = tuple[list[Fields], np.ndarray]  # what it may be, and the damage of each in every layer, `(layers, members)`
 NO_HEADS: Fields = {"num_attention_heads": 0, "num_key_value_heads": 0, "query_key_size": None, "value_size": None}
 
 
@@ -30,27 +30,27 @@ NO_HEADS: Fields = {"num_attention_heads": 0, "num_key_value_heads": 0, "query_k
 class Item:
     """List what one sublayer, or one range of the vocabulary, may be, without what another option beats in both.
 
-    An option is one member of each of the `axes`, and has a number in their product (`numbers`). `damages` are in nats
-    per token, `costs` in the budget's unit above the plan; all three are `(options,)`, ascending by cost.
+    An option is one member of each of the `choices`, and has a number in their product (`numbers`). `damages` are in
+    nats per token, `costs` in the budget's unit above the plan; all three are `(options,)`, ascending by cost.
     """
 
-    axes: Sequence[Sequence[Any]]
+    choices: Sequence[Sequence[Any]]
     numbers: np.ndarray
     damages: np.ndarray
     costs: np.ndarray
 
     @classmethod
-    def of(cls, axes: Sequence[Sequence[Any]], damages: np.ndarray, costs: np.ndarray) -> "Item":
-        """Return the item without its worse options; `damages`, `costs`: of the whole product of the axes."""
+    def of(cls, choices: Sequence[Sequence[Any]], damages: np.ndarray, costs: np.ndarray) -> "Item":
+        """Return the item without its worse options; `damages`, `costs`: of the whole product of the choices."""
         order = np.lexsort((damages, costs))
         best = np.minimum.accumulate(np.concatenate(([inf], damages[order][:-1])))
         worth = order[damages[order] < best]
-        return cls(axes, worth, damages[worth], costs[worth])
+        return cls(choices, worth, damages[worth], costs[worth])
 
     def members(self, option: int) -> list[Any]:
-        """Return the member of every axis."""
-        places = np.unravel_index(self.numbers[option], [len(axis) for axis in self.axes])
-        return [axis[place] for axis, place in zip(self.axes, places, strict=True)]
+        """Return the member of every choice."""
+        places = np.unravel_index(self.numbers[option], [len(choice) for choice in self.choices])
+        return [choice[place] for choice, place in zip(self.choices, places, strict=True)]
 
 
 def with_own_sizes(problem: Problem, plan: Plan) -> Plan:
@@ -69,39 +69,41 @@ def with_own_sizes(problem: Problem, plan: Plan) -> Plan:
     members = [item.members(option) for item, option in zip(items, chosen, strict=True)]
     # 3. The plan that states them
     layers = list(plan.layers)
-    for (layer, _), of_axes in zip(sublayers, members, strict=False):
-        layers[layer] = replace(layers[layer], **reduce(dict.__or__, of_axes))
+    for (layer, _), of_choices in zip(sublayers, members, strict=False):
+        layers[layer] = replace(layers[layer], **reduce(dict.__or__, of_choices))
     if not any(layers[layer].num_attention_heads for layer in plan.kept_layers if grid.family.attends(layer)):
         raise PlanError("The target leaves no attention in any layer; ask for a smaller --sparsity.")
     ranges = tuple(table for [table] in members[len(sublayers) :])
-    whole = tuple(item.axes[0][-1] for item in tables)
+    whole = tuple(item.choices[0][-1] for item in tables)
     return replace(plan, layers=tuple(layers), embedding=() if ranges == whole else ranges)
 
 
 def _sublayer_items(problem: Problem, plan: Plan) -> dict[tuple[int, Half], Item]:
     """Return what the FFN and the mixer of every layer that stays may be, in the order of layers."""
     grid, family = problem.grid, problem.grid.family
-    known = grid.known_prices.setdefault((plan, problem.budget.measure), {})
+    known = grid.known_costs.setdefault((plan, problem.budget.measure), {})
     first = plan.kept_layers[0] if grid.first_layer_attends else None
+    # 1. Equal layers of equal plans have the same options at the same costs
     alike: dict[Any, list[int]] = {}
     for layer in plan.kept_layers:
         shapes, attends = (grid.shape.of(layer), grid.layer(plan, layer)), bool(family.stack_of(layer).attentions)
         stays = layer in family.dense_layers, layer in grid.kept.ffn, layer in grid.kept.attention
         alike.setdefault((shapes, attends, stays, layer == first), []).append(layer)
+    # 2. What they lose, each layer has of its own
     items: dict[tuple[int, Half], Item] = {}
     for layer, *others in alike.values():
-        of_halves: dict[Half, list[Axis]] = {
-            "ffn": _ffn_axes(problem, plan, layer),
-            "attention": _attention_axes(problem, plan, layer, must_attend=layer == first),
+        of_halves: dict[Half, list[Choice]] = {
+            "ffn": _ffn_choices(problem, plan, layer),
+            "attention": _attention_choices(problem, plan, layer, must_attend=layer == first),
         }
         for half, of_half in of_halves.items():
-            axes, lost = zip(*of_half, strict=True)
-            misfits, asked = _misfits(problem, plan, layer, half, axes), (layer, repr(axes))
+            choices, lost = zip(*of_half, strict=True)
+            misfits, asked = _misfits(problem, plan, layer, half, choices), (layer, repr(choices))
             if asked not in known:
-                known[asked] = _costs(problem, plan, layer, axes)
+                known[asked] = _costs(problem, plan, layer, choices)
             for one in (layer, *others):
-                damages = reduce(np.add.outer, (of_axis[one] for of_axis in lost)).ravel()
-                items[one, half] = Item.of(axes, damages + misfits, known[asked])
+                damages = reduce(np.add.outer, (of_choice[one] for of_choice in lost)).ravel()
+                items[one, half] = Item.of(choices, damages + misfits, known[asked])
     return {(layer, half): items[layer, half] for layer in plan.kept_layers for half in HALVES}
 
 
@@ -120,7 +122,7 @@ def _table_items(problem: Problem, plan: Plan) -> list[Item]:
     return items
 
 
-def _ffn_axes(problem: Problem, plan: Plan, layer: int) -> list[Axis]:
+def _ffn_choices(problem: Problem, plan: Plan, layer: int) -> list[Choice]:
     """Return the widths of an FFN, nothing first if it may be left out, with its experts, and the ranks of its linears.
 
     What fewer neurons and fewer experts lose adds up.
@@ -138,10 +140,10 @@ def _ffn_axes(problem: Problem, plan: Plan, layer: int) -> list[Axis]:
         counts = expert_counts(shape.experts, grid.serving.tp)
         sizes = [size | {"num_experts": count} for size in sizes for count in counts]
         lost = _sums(lost, damages["num_experts"][:, counts])
-    return [(sizes, lost.numpy()), *_rank_axes(problem, plan, shape, grid.family.stack.feed_forward)]
+    return [(sizes, lost.numpy()), *_rank_choices(problem, plan, shape, grid.family.stack.feed_forward)]
 
 
-def _attention_axes(problem: Problem, plan: Plan, layer: int, *, must_attend: bool) -> list[Axis]:
+def _attention_choices(problem: Problem, plan: Plan, layer: int, *, must_attend: bool) -> list[Choice]:
     """Return the heads of attention, nothing first if it may be left out, with sizes inside them, and ranks."""
     grid, method, damages, shape = problem.grid, problem.method, problem.known_damages, problem.grid.shape.of(layer)
     if layer in grid.kept.attention or not grid.family.stack_of(layer).attentions:  # carried mixers stay
@@ -161,27 +163,29 @@ def _attention_axes(problem: Problem, plan: Plan, layer: int, *, must_attend: bo
         sizes = [NO_HEADS, *sizes]
     # what ranks cost is measured by the FFN that shrinks beside them
     has_ranks = layer not in grid.family.dense_layers
-    ranks = _rank_axes(problem, plan, shape, grid.family.stack.attention) if has_ranks else []
+    ranks = _rank_choices(problem, plan, shape, grid.family.stack.attention) if has_ranks else []
     return [(sizes, lost.numpy()), *ranks]
 
 
-def _whole(plan: Plan) -> list[Axis]:
+def _whole(plan: Plan) -> list[Choice]:
     """Return the only option of a sublayer that stays."""
     return [([{}], np.zeros((len(plan.layers), 1)))]
 
 
-def _rank_axes(problem: Problem, plan: Plan, shape: ModelShape, mixer: Attention | FeedForward | Experts) -> list[Axis]:
+def _rank_choices(
+    problem: Problem, plan: Plan, shape: ModelShape, mixer: Attention | FeedForward | Experts
+) -> list[Choice]:
     """Return the ranks of each linear of a mixer whose ranks are planned and known; the last one is whole."""
-    method, damages, axes = problem.method, problem.known_damages, list[Axis]()
+    method, damages, choices = problem.method, problem.known_damages, list[Choice]()
     if not (method.plans_ranks and problem.grid.has_ranks) or plan.reduces_queries_keys or plan.reduces_values:
-        return axes
+        return choices
     for kind in mixer.ranked:
         name = f"{kind}_rank"
         if name in damages and not (kind == "up" and method.up_steps):  # its steps would give it its full rank again
             ranks = rank_options(shape, kind, problem.target.round_to)
             lost = np.pad(damages[name][:, ranks].numpy(), ((0, 0), (0, 1)))
-            axes.append(([{name: rank} for rank in [*ranks, None]], lost))
-    return axes
+            choices.append(([{name: rank} for rank in [*ranks, None]], lost))
+    return choices
 
 
 def _sums(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
@@ -194,18 +198,18 @@ def _in_place(plan: Plan, layer: int, sizes: Fields) -> Plan:
     return replace(plan, layers=(*plan.layers[:layer], replace(plan.layers[layer], **sizes), *plan.layers[layer + 1 :]))
 
 
-def _misfits(problem: Problem, plan: Plan, layer: int, half: Half, axes: Sequence[list[Fields]]) -> np.ndarray:
+def _misfits(problem: Problem, plan: Plan, layer: int, half: Half, choices: Sequence[list[Fields]]) -> np.ndarray:
     """Return zero for every option that can be served, and infinity for the others, `(options,)`.
 
     Raises `MisfitError` if no option can.
     """
     grid = problem.grid
     if grid.serving == ANY:
-        return np.zeros(prod(map(len, axes)))
+        return np.zeros(prod(map(len, choices)))
     found = []
-    for sizes in axes[0]:
+    for sizes in choices[0]:
         whole = grid.layer(_in_place(plan, layer, sizes), layer)
-        for ranks in product(*axes[1:]):
+        for ranks in product(*choices[1:]):
             own: dict[str, Any] = {name: rank or 0 for one in ranks for name, rank in one.items()}
             found.append(inf if grid.misfit(layer, replace(whole, **own), half) else 0.0)
     if all(found):
@@ -213,7 +217,7 @@ def _misfits(problem: Problem, plan: Plan, layer: int, half: Half, axes: Sequenc
     return np.array(found)
 
 
-def _costs(problem: Problem, plan: Plan, layer: int, axes: Sequence[list[Fields]]) -> np.ndarray:
+def _costs(problem: Problem, plan: Plan, layer: int, choices: Sequence[list[Fields]]) -> np.ndarray:
     """Return what every option adds to the budget's measure, `(options,)`; what ranks of two linears add, adds up."""
     grid, stack, index = problem.grid, problem.grid.stack(plan), plan.kept_layers.index(layer)
 
@@ -222,7 +226,7 @@ def _costs(problem: Problem, plan: Plan, layer: int, axes: Sequence[list[Fields]
         layers[index] = grid.layer(_in_place(plan, layer, sizes), layer)
         return problem.budget.measure(replace(stack, layers=tuple(layers)))
 
-    sizes, *of_linears = axes
+    sizes, *of_linears = choices
     own = np.array([measure(one) for one in sizes])
     total = own - problem.budget.measure(stack)
     for number, ranks in enumerate(of_linears, start=1):
