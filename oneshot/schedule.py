@@ -94,6 +94,7 @@ def make_schedule(
     has_profile: bool,
     has_curvature: bool = False,
     asks_less: bool = False,
+    quantises: bool = False,
 ) -> Schedule:
     """Return the stages of a run with a plan, made for equal layers if a profile will decide their sizes.
 
@@ -101,7 +102,7 @@ def make_schedule(
         method: settled for the grid. num_tokens: tokens that are asked for. has_profile: whether the profile is given,
             so that none is made. has_curvature: whether it also has the output curvature. asks_less: whether the
             budget is below the dense model's; the plan for equal layers may keep all of them, where only ranks or
-            sizes of their own can meet it.
+            sizes of their own can meet it. quantises: whether linears are rounded by what they read.
     """
     shape = grid.shape
     by_profile = method.reads_profile and (asks_less or plan.reduces_sublayers(shape))
@@ -112,7 +113,7 @@ def make_schedule(
     shrinks = plan.shrinks_layers(shape) or (by_profile and method.reduces_sublayers)
     ranks = plan.has_ranks or (by_profile and method.plans_ranks)
     reads = reduces_values or plan.reduces_queries_keys or ranks or sliced_correction
-    reads = reads or (shrinks and needs_statistics(method))
+    reads = reads or ((shrinks or quantises) and needs_statistics(method))
     chosen = {
         "ffn": method.reduces_ffn,
         "heads": method.reduces_heads,

@@ -64,6 +64,11 @@ class OneWriterTask(SublayerTask, ABC):
         return self.passes + in_parts * (1 + states.share_read(self.every(states)))
 
     @property
+    def is_solved(self) -> bool:
+        """Return whether the writer changes, if only to make up for what was rounded before it."""
+        return super().is_solved or (self.rounds and self.follows_dense)
+
+    @property
     def rounds(self) -> bool:
         changes = self.smaller_scores is not None or self.smaller_values is not None or self.corrects_up
         fixed = isinstance(self.sublayer.mixer, Attention) and self.sublayer.mixer.fixed_heads

@@ -14,6 +14,7 @@ from oneshot.machine.transfer import as_like
 from oneshot.tensors import Tensors
 
 DAMPING = 1e-2  # of the mean diagonal, as in GPTQ
+TOKENS_PER_COLUMN = 4  # from which on products of inputs say more than their squares alone
 BLOCK = 128  # columns between products of whole matrices
 PANEL_ROWS = 4096  # that are rounded together, because that takes several times their bytes
 
@@ -32,7 +33,7 @@ class RoundedWeight:
     energies: torch.Tensor
 
 
-def rounded(weight: torch.Tensor, gram: torch.Tensor, quantisation: Quantisation) -> RoundedWeight:
+def rounded(weight: torch.Tensor, gram: torch.Tensor, num_tokens: float, quantisation: Quantisation) -> RoundedWeight:
     """Return a weight that can be stored, close to `weight (m, n)` by its outputs.
 
     With `G = U D Uᵀ`, U unit upper triangular, errors `E = W − Q` cost `tr(E G Eᵀ) = Σ_k D_k ‖E_k + E_{<k} U_{<k,k}‖²`.
@@ -40,16 +41,22 @@ def rounded(weight: torch.Tensor, gram: torch.Tensor, quantisation: Quantisation
     GPTQ's update (Frantar et al. 2023, arXiv 2210.17323) without an inverse, by theorem 6 of QuIP. Scales are chosen
     before. Columns with much energy come first, while many others can still make up for them.
 
+    From few tokens the Gram has chance products, by which rounding would fit the text alone. So products of different
+    columns count by the share `T / (T + 4 n)` of T tokens (benchmarks/records/experiments.md). A row that the nearest
+    weights suit better gets these.
+
     Args:
-        gram: `G (n, n)` of what the linear reads.
+        gram: `G (n, n)` of what the linear reads. num_tokens: tokens in its sums.
     """
+    trusted = num_tokens / (num_tokens + TOKENS_PER_COLUMN * len(gram))
     ascending = gram.diagonal().argsort(stable=True)
     order, feedback = ascending.flip(0), None
     if bool(gram.diagonal().any()):  # some token has reached it
-        found = ridged_cholesky(gram, DAMPING, of="inputs of a rounded linear", order=ascending)
+        shrunk = torch.diag(gram.diagonal()).lerp_(gram, trusted)
+        found = ridged_cholesky(shrunk, DAMPING, of="inputs of a rounded linear", order=ascending)
         assert found is not None  # there is a ridge
         feedback = (found[0] / found[0].diagonal()).flip(0, 1)
-        del found
+        del found, shrunk
     panels = [_rounded_rows(panel.double(), gram, order, feedback, quantisation) for panel in weight.split(PANEL_ROWS)]
     stored, scales, energies = (torch.cat(parts) for parts in zip(*panels, strict=True))
     return RoundedWeight(stored.to(weight.dtype), scales, energies)
@@ -72,10 +79,13 @@ def _rounded_rows(
         block = targets[:, start : start + BLOCK] + errors[:, :start] @ feedback[:start, start : start + BLOCK]
         for column in range(start, start + block.shape[1]):
             wanted = block[:, column - start] + errors[:, start:column] @ feedback[start:column, column]
-            nearest = quantisation.nearest(wanted, steps[:, order[column]])
-            stored[:, order[column]] = nearest
-            errors[:, column] = targets[:, column] - nearest
-    return stored, scales, torch.stack([_energies(rows, gram) for rows in (weight - stored, weight)], dim=1)
+            own = quantisation.nearest(wanted, steps[:, order[column]])
+            stored[:, order[column]] = own
+            errors[:, column] = targets[:, column] - own
+    nearest = quantisation.nearest(weight, steps)
+    lost, lost_by_nearest, whole = (_energies(rows, gram) for rows in (weight - stored, weight - nearest, weight))
+    stored = torch.where((lost <= lost_by_nearest).unsqueeze(1), stored, nearest)
+    return stored, scales, torch.stack((torch.minimum(lost, lost_by_nearest), whole), dim=1)
 
 
 def _energies(weight: torch.Tensor, gram: torch.Tensor) -> torch.Tensor:
@@ -136,24 +146,26 @@ def round_linears(
     tensors: Mapping[str, torch.Tensor],
     ranks: Ranks,
     gram: torch.Tensor,
+    num_tokens: float,
     quantisation: Quantisation,
 ) -> Rounded:
     """Round linears that read the same; of a low rank only the columns that are stored as a linear.
 
     Args:
-        linears: names. tensors, ranks: the layer's, and the sublayer's. gram: `(n, n)` of what they read.
+        linears: names. tensors, ranks: the layer's, and the sublayer's. gram, num_tokens: see `rounded`.
     """
     found, of_kinds = Rounded(), dict[RankedKind, Factored]()
     for kind, names in mixer.ranked.items():
         if kind in ranks and names[0] in linears:
             of_kinds[kind] = ranks[kind]
             sizes = [len(tensors[f"{name}.weight"]) for name in names]
-            found.ranks[kind] = _round_columns(found, names, sizes, ranks[kind], gram, quantisation)
+            found.ranks[kind] = _round_columns(found, names, sizes, ranks[kind], gram, num_tokens, quantisation)
     whole = [name for name in linears if not any(name in mixer.ranked[kind] for kind in of_kinds)]
     if whole:
         weights = [tensors[f"{name}.weight"].to(gram.device) for name in whole]
-        stored = _round_together(found, whole, torch.cat(weights), [*map(len, weights)], gram, quantisation)
-        for name, part in zip(whole, stored.split([*map(len, weights)]), strict=True):
+        sizes = [*map(len, weights)]
+        stored = _round_together(found, whole, torch.cat(weights), sizes, gram, num_tokens, quantisation)
+        for name, part in zip(whole, stored.split(sizes), strict=True):
             found.weights[f"{name}.weight"] = as_like(part, tensors[f"{name}.weight"])
     return found
 
@@ -164,6 +176,7 @@ def _round_columns(
     sizes: Sequence[int],
     factored: Factored,
     gram: torch.Tensor,
+    num_tokens: float,
     quantisation: Quantisation,
 ) -> RoundedColumns:
     """Round the columns that are stored of a matrix of low rank, which reads the others through them."""
@@ -171,7 +184,7 @@ def _round_columns(
     rank = columns.shape[1]
     inputs = torch.cat((torch.eye(rank).to(others), others.T), dim=1)[:, order.argsort()]
     of_columns = (inputs @ gram.to(inputs) @ inputs.T).to(gram)
-    stored = _round_together(found, names, columns, sizes, of_columns, quantisation)
+    stored = _round_together(found, names, columns, sizes, of_columns, num_tokens, quantisation)
     return RoundedColumns(stored.to(columns), inputs, order)
 
 
@@ -181,13 +194,13 @@ def _round_together(
     weight: torch.Tensor,
     sizes: Sequence[int],
     gram: torch.Tensor,
+    num_tokens: float,
     quantisation: Quantisation,
 ) -> torch.Tensor:
     """Round the rows `(m, n)` of linears that read the same, and note scales and errors."""
-    found_now = rounded(weight, gram, quantisation)
-    for name, steps, energies in zip(
-        names, found_now.scales.split(list(sizes)), found_now.energies.split(list(sizes)), strict=True
-    ):
-        found.scales[f"{name}.weight"] = steps
-        found.errors[name] = relative(*energies.sum(0))
-    return found_now.weight
+    together = rounded(weight, gram, num_tokens, quantisation)
+    scales, energies = (one.split(list(sizes)) for one in (together.scales, together.energies))
+    for name, own_scales, own_energies in zip(names, scales, energies, strict=True):
+        found.scales[f"{name}.weight"] = own_scales
+        found.errors[name] = relative(*own_energies.sum(0))
+    return together.weight

@@ -20,14 +20,14 @@ def round_readers_(task: SublayerTask, work: LayerWork, states: States, current:
     if gram is None:
         size = task.shape.hidden_size
         gram = _gram(task, states, size, lambda x: current.normed(task.index, x).flatten(0, -2))
-    _round_(task, work, task.sublayer.readers, gram)
+    _round_(task, work, states, task.sublayer.readers, gram)
 
 
 def round_writer_(task: SublayerTask, work: LayerWork, states: States, current: Layer) -> None:
     """Round a writer that is not corrected, after the readers."""
     writer = task.sublayer.writer
     size = work.working[f"{writer}.weight"].shape[1]
-    _round_(task, work, (writer,), _gram(task, states, size, lambda x: current.inner(task.index, x)))
+    _round_(task, work, states, (writer,), _gram(task, states, size, lambda x: current.inner(task.index, x)))
 
 
 def round_factors(task: SublayerTask, work: LayerWork, factors: Factors, statistics: Statistics) -> Factors:
@@ -40,17 +40,19 @@ def round_factors(task: SublayerTask, work: LayerWork, factors: Factors, statist
     columns = factors.kept_columns[factors.kept_columns < task.num_columns]  # without a bias
     gram, name = statistics.gram[columns.unsqueeze(1), columns], f"{writer}.weight"
     weight, bias = factors.weight.tensor_split([len(columns)], dim=1)
-    found = task.shared(lambda: round_linears(mixer, (writer,), {name: weight}, {}, gram, quantisation))
+    num_tokens = statistics.num_rows
+    found = task.shared(lambda: round_linears(mixer, (writer,), {name: weight}, {}, gram, num_tokens, quantisation))
     work.scales = with_columns(work.scales, task.sublayer, task.shape, columns) | found.scales
     work.rounding_errors |= found.errors
     return replace(factors, weight=torch.cat((found.weights[name], bias), dim=1), predicted_error=None)
 
 
-def _round_(task: SublayerTask, work: LayerWork, linears: Sequence[str], gram: torch.Tensor) -> None:
+def _round_(task: SublayerTask, work: LayerWork, states: States, linears: Sequence[str], gram: torch.Tensor) -> None:
     """Round linears that read the same, in one process for all."""
+    num_tokens = states.num_tokens / task.every(states)
     quantisation, mixer, ranks = task.quantisation, task.sublayer.mixer, work.ranks.get(task.index, {})
     assert quantisation is not None
-    found = task.shared(lambda: round_linears(mixer, linears, work.working, ranks, gram, quantisation))
+    found = task.shared(lambda: round_linears(mixer, linears, work.working, ranks, gram, num_tokens, quantisation))
     work.working = with_ranks(work.working | found.weights, mixer, found.ranks)
     if found.ranks:
         work.ranks[task.index] = ranks | found.ranks

@@ -137,6 +137,7 @@ class Job:
             has_profile=has_profile,
             has_curvature=run.has_curvature,
             asks_less=asks_less,
+            quantises=config.quantise is not None,
         )
         if config.quantises:
             refuse_without_quantisers()

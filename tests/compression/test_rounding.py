@@ -5,21 +5,24 @@ import torch
 
 pytest.importorskip("compressed_tensors", reason="the extra `compressed`")
 from oneshot.checkpoint.quantisation import PRESETS, Quantisation
-from oneshot.compression.rounding import DAMPING, rounded
+from oneshot.compression.rounding import DAMPING, TOKENS_PER_COLUMN, rounded
 
+TOKENS = 200
 SCHEMES = [Quantisation(name, 16 if name == "w4a16" else 0, torch.bfloat16) for name in PRESETS]
 
 
 @pytest.fixture(scope="module")
 def inputs() -> torch.Tensor:
     """Correlated inputs `(tokens, 32)`, with columns of very different energy."""
-    mixed = torch.randn(200, 32, dtype=torch.float64) @ torch.randn(32, 32, dtype=torch.float64)
+    mixed = torch.randn(TOKENS, 32, dtype=torch.float64) @ torch.randn(32, 32, dtype=torch.float64)
     return mixed * torch.linspace(0.3, 3, 32, dtype=torch.float64)
 
 
 def by_gptq(weight: torch.Tensor, gram: torch.Tensor, scheme: Quantisation, scales: torch.Tensor) -> torch.Tensor:
     """Round column by column; what is left goes to all others by the inverse of their own Gram, made anew each time."""
-    gram = gram + DAMPING * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype)
+    alone = torch.diag(gram.diagonal())
+    trusted = TOKENS / (TOKENS + TOKENS_PER_COLUMN * len(gram))
+    gram = alone + trusted * (gram - alone) + DAMPING * alone.diagonal().mean() * torch.eye(len(gram))
     steps, left = scheme.steps(scales).expand(weight.shape), weight.clone()
     stored = torch.zeros_like(weight)
     order = gram.diagonal().argsort(descending=True, stable=True).tolist()
@@ -35,7 +38,7 @@ def by_gptq(weight: torch.Tensor, gram: torch.Tensor, scheme: Quantisation, scal
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.name)
 def test_rounding_is_gptqs(scheme: Quantisation, inputs: torch.Tensor) -> None:
     weight, gram = torch.randn(6, 32, dtype=torch.float64), inputs.T @ inputs
-    found = rounded(weight, gram, scheme)
+    found = rounded(weight, gram, TOKENS, scheme)
     torch.testing.assert_close(found.weight, by_gptq(weight, gram, scheme, found.scales), rtol=1e-12, atol=0)
     lost, whole = ((inputs @ one.T).square().sum(0) for one in (weight - found.weight, weight))
     torch.testing.assert_close(found.energies, torch.stack((lost, whole), dim=1))
@@ -44,9 +47,21 @@ def test_rounding_is_gptqs(scheme: Quantisation, inputs: torch.Tensor) -> None:
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.name)
 def test_feedback_loses_less_than_the_nearest(scheme: Quantisation, inputs: torch.Tensor) -> None:
     weight, gram = torch.randn(64, 32, dtype=torch.float64), inputs.T @ inputs
-    found = rounded(weight, gram, scheme)
+    found = rounded(weight, gram, TOKENS, scheme)
     nearest = scheme.nearest(weight, scheme.steps(found.scales))
-    assert found.energies[:, 0].sum() < 0.8 * (inputs @ (weight - nearest).T).square().sum()
+    lost, by_nearest = ((inputs @ (weight - one).T).square().sum(0) for one in (found.weight, nearest))
+    assert lost.sum() < 0.8 * by_nearest.sum()
+    assert bool((lost <= 1.000001 * by_nearest).all())
+
+
+def test_few_tokens_are_not_fitted() -> None:
+    """Inputs without correlations: products of a few tokens are chance, by which feedback would lose on others."""
+    scheme, weight = SCHEMES[0], torch.randn(64, 64, dtype=torch.float64)
+    few, others = torch.randn(2, 80, 64, dtype=torch.float64)
+    found = rounded(weight, few.T @ few, len(few), scheme)
+    trusting = rounded(weight, few.T @ few, 1e9, scheme)
+    lost, by_trust = ((others @ (weight - one.weight).T).square().sum() for one in (found, trusting))
+    assert lost < 0.8 * by_trust
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.name)
@@ -57,7 +72,7 @@ def test_stored_numbers_are_read_as_the_rounded_weight(
     from compressed_tensors.compressors import BaseCompressor
 
     weight = torch.randn(40, 32).to(dtype)
-    found = rounded(weight, inputs.T @ inputs, scheme)
+    found = rounded(weight, inputs.T @ inputs, TOKENS, scheme)
     stored = {name.rpartition(".")[2]: one for name, one in scheme.packed("q", found.weight, found.scales).items()}
     assert sum(one.nbytes for one in stored.values()) == scheme.linear_bytes(40, 32)
     compressor = BaseCompressor.get_value_from_registry(scheme.scheme.format.value)
@@ -77,5 +92,5 @@ def test_scales_weigh_errors_by_the_inputs() -> None:
 
 def test_linears_that_no_token_reaches_are_rounded_to_the_nearest() -> None:
     scheme, weight = Quantisation("w8a8", 0, torch.float32), torch.randn(4, 16, dtype=torch.float64)
-    found = rounded(weight, torch.zeros(16, 16), scheme)
+    found = rounded(weight, torch.zeros(16, 16), 10, scheme)
     assert torch.equal(found.weight, scheme.nearest(weight, found.scales))
