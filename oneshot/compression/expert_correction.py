@@ -118,11 +118,19 @@ def correct_group(
 
 
 def _correction(task: SublayerTask, statistics: ExpertStatistics, expert: int) -> Correction:
-    """Return how an expert is corrected: not if it saw fewer tokens than it has neurons."""
-    if int(statistics.num_rows[expert]) < task.dense_units:
+    """Return how an expert is corrected: not without a token.
+
+    One with fewer tokens than neurons is corrected towards the layer's own output alone, by a ridge that grows as its
+    tokens get fewer (benchmarks/records/experiments.md); without a ridge it is not.
+    """
+    rows, solves = int(statistics.num_rows[expert]), task.method.solves
+    is_rare = rows < task.dense_units
+    if not rows or (is_rare and not (solves and task.method.expert_damping)):
         return "none"
-    if not task.method.solves:
+    if not solves:
         return task.method.correction
+    if is_rare:
+        return "same-layer"
     two_streams = task.loses_experts or task.method.correction == "two-stream"  # or of the layer's own residual
     has_target = statistics.residuals is not None and int(statistics.num_targets[expert]) > 0
     return "two-stream" if two_streams and has_target else "same-layer"

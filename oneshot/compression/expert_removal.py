@@ -104,8 +104,11 @@ def _rounding(logits: torch.Tensor, scores: torch.Tensor, bias: torch.Tensor | N
     return 2 * rounding
 
 
-def keep_experts(task: SublayerTask, tensors: Tensors, sums: ExpertSums) -> Tensors:
-    """Return the layer with the experts that stay, and with their rows of the router; one worker chooses, for all."""
+def keep_experts(task: SublayerTask, tensors: Tensors, sums: ExpertSums) -> tuple[Tensors, torch.Tensor]:
+    """Return the layer with the experts that stay, and with their rows of the router; one worker chooses, for all.
+
+    Also return the numbers of these experts.
+    """
     count, selector, kept_count = len(sums.tokens), task.method.experts, task.kept.num_experts
     assert selector != "none"
     assert kept_count is not None
@@ -116,7 +119,7 @@ def keep_experts(task: SublayerTask, tensors: Tensors, sums: ExpertSums) -> Tens
         return torch.tensor([expert for expert in range(count) if expert not in removed])
 
     kept = task.shared(choose)
-    return cut(tensors, _mixer(task).axes(task.shape), {"experts": kept})
+    return cut(tensors, _mixer(task).axes(task.shape), {"experts": kept}), kept
 
 
 def _mixer(task: SublayerTask) -> Experts:

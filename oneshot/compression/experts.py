@@ -6,6 +6,7 @@ stays as it is. A shared expert whose width is a multiple of the others' shrinks
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 
@@ -15,6 +16,7 @@ from oneshot.architecture import Experts, ExpertSizes, cut
 from oneshot.compression.branch_norm import MixtureNorms
 from oneshot.compression.expert_correction import ExpertFactors, correct_group, joined
 from oneshot.compression.expert_removal import keep_experts, measure_effects
+from oneshot.compression.expert_scores import ExpertSums
 from oneshot.compression.expert_statistics import ExpertAccumulator, ExpertStatistics, squared_gates
 from oneshot.compression.statistics import GramAccumulator, damping_of
 from oneshot.compression.sublayer import LayerWork, Reduction, SublayerTask
@@ -136,7 +138,8 @@ class ExpertsTask(SublayerTask):
     def remove_experts_(self, work: LayerWork, states: States, current: Layer) -> None:
         """Remove whole experts by their effects on the text."""
         sums = measure_effects(self, states, current)
-        work.working = keep_experts(self, work.working, sums)
+        work.working, kept = keep_experts(self, work.working, sums)
+        self.warn_of_removed(kept, sums)
         work.reports.append(SublayerReport("experts", len(sums.tokens), self.kept.num_experts or 0))
 
     def measure(
@@ -156,8 +159,7 @@ class ExpertsTask(SublayerTask):
             del statistics
             release_heap()
         statistics, target = self.measure_group(last, tensors, states, current, reference, dense)
-        if self.method.correction != "none":
-            self.warn_of_rare(statistics)
+        self.warn_of_rare(statistics)
         return MeasuredExperts(statistics, tuple(solved), generator), target
 
     def measure_group(
@@ -278,16 +280,40 @@ class ExpertsTask(SublayerTask):
         ]
 
     def warn_of_rare(self, statistics: ExpertStatistics) -> None:
-        """Warn of experts that saw too few tokens to be corrected, by their numbers in the result."""
-        rare = [expert for expert, rows in enumerate(statistics.num_rows.tolist()) if rows < self.dense_units]
-        if not rare:
-            return
-        named = ", ".join(map(str, rare[:NAMED_EXPERTS])) + (", …" if len(rare) > NAMED_EXPERTS else "")
-        logger.warning(
-            "Layer %d: %d of %d experts (%s) saw fewer calibration tokens than their %d neurons, so they are not "
-            "corrected; give more --num-sequences.",
-            *(self.number, len(rare), len(statistics.num_rows), named, self.dense_units),
-        )
+        """Warn of experts that got no token, or too few for a good correction, by their numbers in the result."""
+        tokens = statistics.num_rows.tolist()
+        unseen = [expert for expert, rows in enumerate(tokens) if not rows]
+        rare = [expert for expert, rows in enumerate(tokens) if 0 < rows < self.dense_units]
+        if unseen:
+            logger.warning(
+                "Layer %d: %d of %d experts (%s) got no calibration token, so nothing is known of what they do, and "
+                "they are not corrected; give text of every kind that the model is for, or more --num-sequences.",
+                *(self.number, len(unseen), len(tokens), named_experts(unseen)),
+            )
+        if rare and self.method.correction != "none":
+            logger.warning(
+                "Layer %d: %d of %d experts (%s) saw fewer calibration tokens than their %d neurons, so their "
+                "corrections are weak; give more --num-sequences.",
+                *(self.number, len(rare), len(tokens), named_experts(rare), self.dense_units),
+            )
+
+    def warn_of_removed(self, kept: torch.Tensor, sums: ExpertSums) -> None:
+        """Warn of removed experts that the text says little or nothing about, by their numbers in the input."""
+        removed = sorted(set(range(len(sums.tokens))).difference(kept.tolist()))
+        tokens = {expert: int(rows) for expert, rows in enumerate(sums.tokens.tolist())}
+        rare = [expert for expert in removed if tokens[expert] < self.dense_units]
+        if rare:
+            logger.warning(
+                "Layer %d: %d of the %d removed experts (%s) got fewer calibration tokens than their %d neurons, and "
+                "%d none, so text of another kind may need them; give text of every kind that the model is for.",
+                *(self.number, len(rare), len(removed), named_experts(rare), self.dense_units),
+                sum(not tokens[expert] for expert in rare),
+            )
+
+
+def named_experts(experts: Sequence[int]) -> str:
+    """Return the numbers of experts, the first ones of many."""
+    return ", ".join(map(str, experts[:NAMED_EXPERTS])) + (", …" if len(experts) > NAMED_EXPERTS else "")
 
 
 def _row_energy(gate_up: torch.Tensor) -> torch.Tensor:

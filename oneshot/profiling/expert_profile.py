@@ -107,6 +107,7 @@ class NarrowerExperts:
         errors: the relative squared error of the layer's experts with their k best neurons, for every k: `(m + 1,)`. It
             is of the best correction of every expert by itself, as in `Profile.ffn_errors`. The Gram of a rare expert
             is the one that its neurons are chosen by. An expert without tokens adds nothing.
+        tokens: of every expert, float64 `(E,)`.
     """
 
     def __init__(self, task: ExpertsTask, tensors: Tensors) -> None:
@@ -114,6 +115,7 @@ class NarrowerExperts:
         self._missed = torch.zeros(task.dense_units + 1, dtype=torch.float64)
         self._narrowed: dict[int, Narrowed] = {}
         self.errors = torch.empty(0, dtype=torch.float64)
+        self.tokens = torch.zeros(task.sizes.count, dtype=torch.float64)
 
     @property
     def order(self) -> list[range]:
@@ -125,6 +127,7 @@ class NarrowerExperts:
         """Add the next group of experts, and with the last of all the shared expert."""
         if not len(self.errors):
             add_missed_(self._missed, self._task, self._tensors, statistics)
+            self.tokens = statistics.num_rows.double()
             if statistics.group.stop < len(statistics.num_rows):
                 return
             self.errors = self._missed / self._missed[0].clamp_min(torch.finfo(self._missed.dtype).tiny)

@@ -212,6 +212,7 @@ class LayerProfile:
     def experts(self, measured: NarrowerExperts, dense: SublayerOutput, metric: torch.Tensor | None) -> None:
         """Keep what fewer neurons in every expert cost; `dense`: of the experts. `metric` as in `ranks`."""
         self.curves["ffn_errors"] = measured.errors
+        self.curves["expert_tokens"] = measured.tokens
         self._add_ffn(*measured.narrowed(), dense, metric)
 
     def whole_experts(self, sums: ExpertSums, attended: torch.Tensor) -> None:
@@ -228,7 +229,7 @@ class LayerProfile:
             return
         task = experts_task(self._model, self._machine, self._layer, self._shape.intermediate_size)
         task = replace(task, plan=task.plan.with_sizes(num_experts=kept))
-        reduced = self._with(keep_experts(task, self._tensors, sums))
+        reduced = self._with(keep_experts(task, self._tensors, sums)[0])
         total = reduced.sum(index, attended)
         self._probes.add(Probe("experts", self._layer, float(errors[kept])), reduced.leave(index, total))
 

@@ -1,5 +1,6 @@
 """Making a profile: the layers in order, then the embedding."""
 
+import logging
 from collections.abc import Sequence
 from functools import partial
 
@@ -15,6 +16,8 @@ from oneshot.report.progress import ProgressBar, Tracker
 from oneshot.report.provenance import versions
 from oneshot.stream import read_ahead
 from oneshot.text import Text, load_tokenizer, special_tokens
+
+logger = logging.getLogger(__name__)
 
 
 def make_profile(
@@ -64,4 +67,19 @@ def make_profile(
         curvature="none" if curvature is None else method.curvature,
         weights={} if model.checkpoint.log is None else model.checkpoint.log.hashes,
     )
-    return profiler.finish(origin, embedding)
+    profile = profiler.finish(origin, embedding)
+    if machine.workers.is_main:
+        _warn_of_unseen(profile)
+    return profile
+
+
+def _warn_of_unseen(profile: Profile) -> None:
+    """Warn of experts whose cost a profile does not know."""
+    routed = profile.expert_tokens[profile.expert_tokens.sum(1) > 0]
+    unseen = int((routed == 0).sum())
+    if unseen:
+        logger.warning(
+            "In the profile %d of the %d experts of all layers got no token, so what they cost counts as nothing; give "
+            "text of every kind that the model is for.",
+            *(unseen, routed.numel()),
+        )

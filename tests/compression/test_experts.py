@@ -230,7 +230,48 @@ def test_an_expert_without_tokens_keeps_its_strongest_neurons(
         assert torch.equal(factors.weight[expert], tensors[MIXER.down][expert][:, strongest])
     assert not torch.equal(factors.weight[0], tensors[MIXER.down][0][:, kept[0]])
     task.warn_of_rare(statistics)
-    assert "Layer 0: 2 of 4 experts (2, 3) saw fewer calibration tokens than their 32 neurons" in caplog.text
+    assert "Layer 0: 2 of 4 experts (2, 3) got no calibration token" in caplog.text
+    assert "saw fewer" not in caplog.text
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("tokens", [1, WIDTH // 4, WIDTH - 1])
+def test_an_expert_with_few_tokens_is_corrected_by_a_ridge_that_grows(
+    tokens: int, model: Model, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Against the normal equations in float64, without a share of the dense stream's residual."""
+    task, tensors = task_of(model, tmp_path, correction="two-stream"), model.read_layer(0)
+    routing, lost = routed(model, tmp_path, 60)
+    chosen = torch.tensor([[0, 1]]).repeat(len(routing.inputs), 1)
+    chosen[:tokens, 1] = 2
+    statistics = summed((replace(routing, chosen=chosen), lost))
+    assert statistics.num_rows.tolist() == [len(lost), len(lost) - tokens, tokens, 0]
+    kept, factors = solved(task, tensors, statistics)
+    gram, down, columns = statistics.grams[2].double(), tensors[MIXER.down][2].double(), kept[2]
+    own = gram[columns][:, columns]
+    ridge = task.method.expert_damping * 16 * WIDTH / tokens * own.diagonal().mean()
+    change = torch.linalg.solve(own + ridge * torch.eye(KEPT), gram[columns] @ down.mT - own @ down[:, columns].mT)
+    torch.testing.assert_close(factors.weight[2].double(), down[:, columns] + change.mT, rtol=1e-4, atol=1e-5)
+    assert float(change.abs().max()) > 1e-3
+    task.warn_of_rare(statistics)
+    assert "Layer 0: 1 of 4 experts (3) got no calibration token" in caplog.text
+    assert "Layer 0: 1 of 4 experts (2) saw fewer calibration tokens than their 32 neurons" in caplog.text
+
+
+def test_removed_experts_that_the_text_does_not_know_are_told(
+    model: Model, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sums = ExpertSums(EXPERTS)
+    sums.tokens += torch.tensor([400, 0, WIDTH - 1, WIDTH])
+    task = task_of(model, tmp_path)
+    task.warn_of_removed(torch.tensor([0]), sums)
+    assert (
+        "Layer 0: 2 of the 3 removed experts (1, 2) got fewer calibration tokens than their 32 neurons, and 1 none"
+        in (caplog.text)
+    )
+    caplog.clear()
+    task.warn_of_removed(torch.tensor([0, 1, 2]), sums)
+    assert not caplog.text
 
 
 @pytest.mark.parametrize("selector", ["id", "obs", "activation-norm", "wanda", "magnitude", "random"])

@@ -38,13 +38,12 @@ from oneshot.text import Text
 
 META, CPU = torch.device("meta"), torch.device("cpu")
 ANSWERS = {
-    **dict.fromkeys(("refuse_overflow", "ridged_cholesky"), True),
+    **dict.fromkeys(("refuse_overflow", "ridged_cholesky", "cholesky_together"), True),
     **dict.fromkeys(("max_coefficient", "relative", "relative_error", "finish", "_add_ffn"), 1.0),
     "_warn_if_dead": 0,
 }
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 2, "vocab_size": 1024}
-# rows of every expert in a batch, and in all
-ROUTED = {"alone": 512, **dict.fromkeys(("_correction", "_dampings", "_warn_of_rare", "_residual_weight"), 4096)}
+ROUTED = {"alone": 512, "finish": 4096}  # rows of every expert in a batch, and in all
 
 
 class Weightless(Described):
@@ -114,6 +113,7 @@ def meter(monkeypatch: pytest.MonkeyPatch) -> Meter:
 
     monkeypatch.setattr("oneshot.stream.placement._in_order", in_order)
     monkeypatch.setattr("oneshot.compression.layer.to_host", lambda tensors: tensors)
+    monkeypatch.setattr("oneshot.compression.expert_correction.solved_together", lambda *_: 1)  # as on a CPU
     monkeypatch.setattr("oneshot.stream.layers.Template", template)
     monkeypatch.setattr("torch.nn.functional.scaled_dot_product_attention", attend)
     found = Meter(ANSWERS | ROUTED)
