@@ -1,6 +1,5 @@
 """The smallest size whose loss is allowed: predicted, checked, and if need be planned again by what was measured."""
 
-import json
 import logging
 import math
 from collections.abc import Callable
@@ -11,10 +10,9 @@ from oneshot.config import Config
 from oneshot.export import with_kept_dtype
 from oneshot.job import Job, plan_jobs
 from oneshot.pipeline import compress_job
-from oneshot.report.card import REPORT_NAME
 from oneshot.report.progress import Shown, Tracker
 from oneshot.report.records import Report
-from oneshot.run import Run, open_run
+from oneshot.run import Run, open_run, reported
 
 logger = logging.getLogger(__name__)
 Check = Callable[[Config, Report], Report]  # measures a result beside its original, and adds that to its report
@@ -91,10 +89,7 @@ def _finished_of(config: Config, run: Run) -> Config:
 
 def _scale_of(config: Config) -> float | None:
     """Return the measured scale of a finished result of the same target, perhaps of other options."""
-    try:
-        target = json.loads((output_folder(config.output) / REPORT_NAME).read_bytes())["config"]["target"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None  # the job says what is wrong with the output
+    target = (reported(output_folder(config.output), "config") or {}).get("target")  # the job says if it is damaged
     scale = target.get("loss_scale") if isinstance(target, dict) else None
     same = isinstance(scale, float) and target.get("max_loss") == config.target.max_loss
     return scale if same else None

@@ -2,7 +2,7 @@
 
 from oneshot.run.budgets import budget_of
 from oneshot.run.calibration import SAVED_TEXT
-from oneshot.run.earlier import SAVED_TIMINGS
+from oneshot.run.earlier import SAVED_TIMINGS, reported
 from oneshot.run.forms import better_form, grid_of
 from oneshot.run.opening import open_run
 from oneshot.run.prediction import file_bytes, footprint_of, stages_of
@@ -18,5 +18,6 @@ __all__ = [
     "footprint_of",
     "grid_of",
     "open_run",
+    "reported",
     "stages_of",
 ]

@@ -43,7 +43,7 @@ def environment(model: Model, machine: Machine) -> dict[str, Any]:
 def earlier_dtype(outputs: Sequence[Path]) -> str | None:
     """Return the dtype of the first interrupted or finished run of these outputs; None without one."""
     for output in outputs:
-        for fingerprint in (peek_fingerprint(output), _reported(output, "fingerprint")):
+        for fingerprint in (peek_fingerprint(output), reported(output, "fingerprint")):
             name = full_dtype(str((fingerprint or {}).get("dtype")))
             if name in COMPUTE_DTYPES:
                 return name
@@ -56,7 +56,7 @@ def earlier_timings(outputs: Sequence[Path], measured_on: dict[str, Any]) -> lis
     `measured_on`: JSON values that say what was measured and where; only equal ones count.
     """
     for output in outputs:
-        for saved in (peek_saved(output, SAVED_TIMINGS), _reported(output, SAVED_TIMINGS)):
+        for saved in (peek_saved(output, SAVED_TIMINGS), reported(output, SAVED_TIMINGS)):
             if saved is None or saved.keys() != {"measured_on", "taken"}:
                 continue
             if saved["measured_on"] == as_stored(measured_on):
@@ -65,7 +65,7 @@ def earlier_timings(outputs: Sequence[Path], measured_on: dict[str, Any]) -> lis
     return []
 
 
-def _reported(output: Path, name: str) -> dict[str, Any] | None:
+def reported(output: Path, name: str) -> dict[str, Any] | None:
     """Return a field in the report of a finished run; None without one, and if the report is damaged."""
     try:
         found = json.loads((output / REPORT_NAME).read_bytes())[name]
