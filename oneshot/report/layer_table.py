@@ -1,4 +1,4 @@
-"""Sizes before and after, and those of every layer, as rows for the terminal, the page and the card."""
+"""Sizes before and after, and the sizes of every layer, as rows for the terminal, the page and the card."""
 
 from typing import Any
 
