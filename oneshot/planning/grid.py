@@ -202,10 +202,14 @@ class Grid:
         """Raise `MisfitError` for a plan that cannot be served as is asked for."""
         if self.serving != ANY and self.misfit_of(plan, "attention", "ffn") is not None:
             raise MisfitError(self.misfit_sentence(plan, "attention", "ffn"))
-        if len(plan.kept_layers) < self.serving.pp:
+        self.refuse_stages(len(plan.kept_layers))
+
+    def refuse_stages(self, layers: int) -> None:
+        """Raise `MisfitError` if so many layers are fewer than the stages of a pipeline."""
+        if layers < self.serving.pp:
             raise MisfitError(
-                f"{len(plan.kept_layers)} layers stay, which {self.serving.pp} stages of a pipeline cannot share; give "
-                "--serve a smaller pp."
+                f"{layers} layers stay, which {self.serving.pp} stages of a pipeline cannot share; give --serve a "
+                "smaller pp."
             )
 
     def refuse(self, plan: Plan) -> None:

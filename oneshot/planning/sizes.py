@@ -163,6 +163,7 @@ def reduced(problem: Problem, plan: Plan) -> Plan:
 def _refuse(problem: Problem, dense: float) -> None:
     """Raise a `OneshotError` for a target that no plan reaches, from the measure of the dense model."""
     grid, method, budget = problem.grid, problem.method, problem.budget
+    grid.refuse_stages(grid.shape.num_hidden_layers)
     if budget.target > dense:
         raise PlanError(
             f"The target of {budget.show(budget.target)} is above the dense model's {budget.show(dense)}; give less."

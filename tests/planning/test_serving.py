@@ -130,6 +130,12 @@ def test_sizes_that_are_planned_can_be_shared(serve: str, method: dict[str, Any]
         ("tp=6", {"num_attention_heads": 12}, {}, "4 KV heads, which 6 GPUs cannot share equally; give --serve tp=4"),
         ("pp=3", {}, {}, "2 layers stay, which 3 stages of a pipeline cannot share; give --serve a smaller pp."),
         (
+            "pp=3",
+            {"further_parameters": 10**9},
+            {},
+            "2 layers stay, which 3 stages of a pipeline cannot share; give --serve a smaller pp.",
+        ),
+        (
             "tp=2,group=512",
             {},
             {"ranks": "none"},
