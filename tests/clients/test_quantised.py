@@ -124,3 +124,34 @@ def test_the_plugin_answers_as_transformers(tried: Tried, tmp_path: Path) -> Non
         assert not isinstance(answers, str), (case, answers[-2000:])
         for theirs, own in zip(answers, known, strict=True):
             assert theirs["scores"] == pytest.approx(own["scores"], abs=largest), case
+
+
+OWN = {
+    ("stock", "w4a16"): 0.05,
+    ("per-layer", "w4a16"): 0.05,
+    ("per-layer", "w8a8"): 0.25,
+    ("nemotron-nas", "w8a8"): 0.25,
+}
+
+
+def test_vllm_opens_what_a_run_has_quantised(
+    make_checkpoint: MakeCheckpoint, make_result: MakeResult, tmp_path: Path
+) -> None:
+    """Results of `--quantise` answer as in transformers."""
+    pytest.importorskip("compressed_tensors", reason="the extra `compressed`")
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    folders = [make_result(make_checkpoint(**SIZES), form=form, quantise=name, sparsity=0.4) for form, name in OWN]
+    requests = [{"folder": str(one), "dtype": "bfloat16", "prompts": PROMPTS, "max_tokens": 4} for one in folders]
+    for folder, answers, (case, largest) in zip(
+        folders, ask_vllm_together(requests, tmp_path), OWN.items(), strict=True
+    ):
+        assert not isinstance(answers, str), (case, answers[-2000:])
+        model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.bfloat16)
+        for prompt, theirs in zip(PROMPTS, answers, strict=True):
+            ids = torch.tensor([prompt])
+            with torch.inference_mode():
+                scores = model(ids, use_cache=False).logits.float().log_softmax(-1)[0, :-1]
+            known = scores.gather(1, ids[0, 1:, None])[:, 0].tolist()
+            assert theirs["scores"] == pytest.approx(known, abs=largest), case

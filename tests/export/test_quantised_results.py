@@ -123,6 +123,13 @@ def test_an_interrupted_run_ends_with_the_same_bytes(
     assert contents(Path(config.output)) == undisturbed(config)
 
 
+def test_a_whole_model_is_rounded_by_its_text(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
+    config = make_config(make_checkpoint(**SIZES), quantise="w4a16", sparsity=0.0)
+    report = compress(config)
+    assert report.sparsity["reached"] == 0
+    assert all(len(layer.rounding_errors) == 7 for layer in report.layers)
+
+
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"form": "gguf"}, "give --bits"),
     ({}, {"budget": "bytes"}, "give --max-size"),
