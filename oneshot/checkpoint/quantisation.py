@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from oneshot.checkpoint.compressed_tensors import PACKED, SCALE
+from oneshot.checkpoint.compressed_tensors import SCALE
 from oneshot.config import QuantiseName
 from oneshot.errors import OutputError, PlanError
 from oneshot.tensors import Tensors
@@ -137,8 +137,3 @@ def refuse_without_package() -> None:
     """Raise `PlanError` if nothing can be quantised."""
     if importlib.util.find_spec("compressed_tensors") is None:
         raise PlanError("--quantise needs the package compressed-tensors; run pip install 'oneshot-llm[compressed]'.")
-
-
-def is_packed(name: str) -> bool:
-    """Return whether a tensor of this name has the numbers of a quantised weight."""
-    return name.endswith(f".{PACKED}")

@@ -15,10 +15,12 @@ from oneshot.config import Config, QuantiseName, SaveDtype
 from oneshot.errors import PlanError
 from oneshot.export.companions import empty_model
 from oneshot.export.forms import Form
+from oneshot.export.resized import ResizedForm
 from oneshot.export.saving import SAVED_DTYPES, cast
 from oneshot.serving import ENGINES, Serving
 from oneshot.tensors import Tensors
 
+WEIGHT = ".weight"
 HEAD = "lm_head"  # engines ask for it, also where the embedding is the head
 ORDER = ".columns"  # what reads a linear of low rank has it, which says so
 
@@ -40,7 +42,7 @@ def quantised_layer(
     of_weights, stored = form.layer(model, number, scales | orders), Tensors()
     for name, tensor in form.layer(model, number, tensors).items():
         if name in of_weights and not name.endswith(ORDER):
-            stored |= quantisation.packed(name.removesuffix(".weight"), tensor, of_weights[name])
+            stored |= quantisation.packed(name.removesuffix(WEIGHT), tensor, of_weights[name])
         else:
             stored |= cast(save_dtype, {name: tensor})
     return stored
@@ -84,12 +86,18 @@ def quantisation_of(config: Config, model: Model) -> Quantisation | None:
     return Quantisation(config.quantise, group, SAVED_DTYPES.get(config.save_dtype, like.dtype))
 
 
-def quantisation_config(quantisation: Quantisation, config: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Return `quantization_config` of a result's `config`, whose files have tensors of these names."""
+def quantisation_config(
+    quantisation: Quantisation, config: dict[str, Any], names: Iterable[str], further: Iterable[str]
+) -> dict[str, Any]:
+    """Return `quantization_config` of a result's `config`, whose files have tensors of these names.
+
+    `further`: those of them that are of layers for tokens after the next one, which stay.
+    """
     ending = f".{SCALE}"
     done = {name.removesuffix(ending) for name in names if name.endswith(ending)}
     linears = [name for name, module in empty_model(config).named_modules() if isinstance(module, nn.Linear)]
-    return quantisation.config([name for name in dict.fromkeys((*linears, HEAD)) if name not in done])
+    beside = [name.removesuffix(WEIGHT) for name in sorted(further) if name.endswith(WEIGHT)]
+    return quantisation.config([name for name in dict.fromkeys((*linears, HEAD, *beside)) if name not in done])
 
 
 def refuse_quantising(name: QuantiseName, model: Model, serving: Serving) -> None:
@@ -118,4 +126,13 @@ def refuse_quantising(name: QuantiseName, model: Model, serving: Serving) -> Non
         raise PlanError(
             f"--quantise {name} rounds the linears of decoders with attention and FFNs; for {found} such as "
             f"{family.model_type}, leave it out and quantise the result with llm-compressor."
+        )
+
+
+def refuse_quantised_form(form: Form, model: Model, serving: Serving) -> None:
+    """Raise `PlanError` if the engine that is named opens a form, and not with quantised linears."""
+    if serving.engine == "vllm" and isinstance(form, ResizedForm):
+        raise PlanError(
+            f"vLLM's plugin has no quantised linears for the layers of {model.family.model_type}; add --form stock, or "
+            "leave --quantise out."
         )

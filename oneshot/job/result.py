@@ -82,7 +82,7 @@ def write_result(job: Job, journal: Journal, layers: Sequence[LayerReport]) -> R
         written = with_text(run.model.family, written, dict(further.layers.stated))
     if run.quantisation is not None:
         names = [place.name for place in journal.stored()]
-        written |= {"quantization_config": quantisation_config(run.quantisation, written, names)}
+        written |= {"quantization_config": quantisation_config(run.quantisation, written, names, journal.further)}
     write_companions(source.folder, folder, written, dtype=None if stated == "keep" else stated)
     bar = ProgressBar(run.tracker, total=0, unit="bytes")
     compressed = form.write(run.model, plan, journal, bar.advance, config.save_dtype)

@@ -15,7 +15,7 @@ from oneshot.compression import Curvature
 from oneshot.config import Config, Target
 from oneshot.errors import PlanError
 from oneshot.export import coordinates
-from oneshot.export.quantised import quantisation_of, refuse_quantising
+from oneshot.export.quantised import quantisation_of, refuse_quantised_form, refuse_quantising
 from oneshot.export.served import reason_against_ranks
 from oneshot.machine import DtypeChoice, Machine, join_workers, resolve_device
 from oneshot.machine.memory import release_heap, reset_peak
@@ -103,6 +103,8 @@ class Run:
             self.model = replace(self.model, checkpoint=self.model.checkpoint.logging())
         # 3. the form of the results, and the method in it
         self.form = settled_form(config, self.model)
+        if config.quantise is not None:
+            refuse_quantised_form(self.form, self.model, config.target.serving)
         plain, self.dense = self.model, self.model.stored  # without biases that only the result has
         if config.method.correction == "bias" and config.target.sparsity != 0:
             self.model = self.model.with_ffn_biases()
