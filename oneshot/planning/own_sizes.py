@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from oneshot.architecture import Attention, Experts, FeedForward, ModelShape
+from oneshot.architecture import Attention, Experts, FeedForward, LayerShape, ModelShape
 from oneshot.errors import PlanError
 from oneshot.linalg.allocation import least_damage
 from oneshot.planning.budget import OutOfReachError
@@ -198,6 +198,12 @@ def _in_place(plan: Plan, layer: int, sizes: Fields) -> Plan:
     return replace(plan, layers=(*plan.layers[:layer], replace(plan.layers[layer], **sizes), *plan.layers[layer + 1 :]))
 
 
+def _with_ranks(shape: LayerShape, ranks: Fields) -> LayerShape:
+    """Return the shape with these ranks, None for whole: nothing else of a layer depends on them."""
+    own: dict[str, Any] = {name: rank or 0 for name, rank in ranks.items()}
+    return replace(shape, **own)
+
+
 def _misfits(problem: Problem, plan: Plan, layer: int, half: Half, choices: Sequence[list[Fields]]) -> np.ndarray:
     """Return zero for every option that can be served, and infinity for the others, `(options,)`.
 
@@ -209,9 +215,8 @@ def _misfits(problem: Problem, plan: Plan, layer: int, half: Half, choices: Sequ
     found = []
     for sizes in choices[0]:
         whole = grid.layer(_in_place(plan, layer, sizes), layer)
-        for ranks in product(*choices[1:]):
-            own: dict[str, Any] = {name: rank or 0 for one in ranks for name, rank in one.items()}
-            found.append(inf if grid.misfit(layer, replace(whole, **own), half) else 0.0)
+        shapes = (reduce(_with_ranks, ranks, whole) for ranks in product(*choices[1:]))
+        found += [inf if grid.misfit(layer, shape, half) else 0.0 for shape in shapes]
     if all(found):
         raise MisfitError(grid.misfit_sentence(plan, half))
     return np.array(found)
@@ -221,15 +226,18 @@ def _costs(problem: Problem, plan: Plan, layer: int, choices: Sequence[list[Fiel
     """Return what every option adds to the budget's measure, `(options,)`; what ranks of two linears add, adds up."""
     grid, stack, index = problem.grid, problem.grid.stack(plan), plan.kept_layers.index(layer)
 
-    def measure(sizes: Fields) -> float:
-        layers = list(stack.layers)
-        layers[index] = grid.layer(_in_place(plan, layer, sizes), layer)
-        return problem.budget.measure(replace(stack, layers=tuple(layers)))
+    def measure(shape: LayerShape) -> float:
+        layers = (*stack.layers[:index], shape, *stack.layers[index + 1 :])
+        return problem.budget.measure(replace(stack, layers=layers))
 
     sizes, *of_linears = choices
-    own = np.array([measure(one) for one in sizes])
+    shapes = [grid.layer(_in_place(plan, layer, one), layer) for one in sizes]
+    own = np.array([measure(shape) for shape in shapes])
     total = own - problem.budget.measure(stack)
-    for number, ranks in enumerate(of_linears, start=1):
-        added = [[measure(one | rank) - alone for rank in ranks] for one, alone in zip(sizes, own, strict=True)]
+    for number, (*ranks, _) in enumerate(of_linears, start=1):  # the last one is whole
+        added = [
+            [*(measure(_with_ranks(shape, rank)) - alone for rank in ranks), 0.0]
+            for shape, alone in zip(shapes, own, strict=True)
+        ]
         total = np.expand_dims(total, -1) + np.expand_dims(np.array(added), tuple(range(1, number)))
     return total.ravel()
