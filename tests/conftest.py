@@ -10,6 +10,7 @@ import importlib.util
 import json
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
     from oneshot.config import Config
 
+FROZEN = {"modules": 0}  # modules that were imported when the collector last learnt of what stays
+MANY_IMPORTS = 20
 TEXT_LETTERS = 10_000  # some 5,000 tokens: a run tokenises a whole file, which took a third of its time with 20,000
 
 settings.register_profile("oneshot", deadline=None, max_examples=25, derandomize=True)
@@ -76,8 +79,10 @@ def _no_flush() -> Iterator[None]:
 @pytest.fixture(scope="module", autouse=True)
 def _frozen() -> None:
     """Let the collector of garbage pass over the million objects of libraries, which took a twentieth of the time."""
-    gc.collect()
-    gc.freeze()
+    if len(sys.modules) >= FROZEN["modules"] + MANY_IMPORTS:  # a pass takes a tenth of a second
+        FROZEN["modules"] = len(sys.modules)
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(scope="session")
