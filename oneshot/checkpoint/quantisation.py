@@ -58,7 +58,7 @@ class Quantisation:
         best = least = None
         for share in SHRUNK:
             scales, _ = calculate_qparams(low * share, high * share, self.scheme.weights)
-            scales = scales.to(self.dtype).double()
+            scales = scales.to(self.dtype).clamp_min(torch.finfo(self.dtype).tiny).double()  # also of zeros
             errors = (weights * (self.nearest(groups, scales.unsqueeze(-1)) - groups).square()).sum(-1)
             if best is None or least is None:
                 best, least = scales, errors

@@ -94,3 +94,14 @@ def test_linears_that_no_token_reaches_are_rounded_to_the_nearest() -> None:
     scheme, weight = Quantisation("w8a8", 0, torch.float32), torch.randn(4, 16, dtype=torch.float64)
     found = rounded(weight, torch.zeros(16, 16), 10, scheme)
     assert torch.equal(found.weight, scheme.nearest(weight, found.scales))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_zeros_and_tiny_weights_stay_finite(dtype: torch.dtype) -> None:
+    scheme, weight = Quantisation("w4a16", 16, dtype), torch.zeros(3, 32)
+    weight[1], weight[2] = 1e-9, torch.randn(32)
+    found = rounded(weight, torch.eye(32), 100, scheme)
+    assert bool((found.weight[0] == 0).all())
+    assert bool((found.scales > 0).all())
+    assert bool(found.weight.isfinite().all())
+    assert all(bool(one.isfinite().all()) for one in scheme.packed("q", found.weight, found.scales).values())
