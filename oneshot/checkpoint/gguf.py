@@ -15,7 +15,7 @@ import torch
 from oneshot.checkpoint.card import write_gguf_card
 from oneshot.checkpoint.gguf_config import POOLING, architecture_of, config_of
 from oneshot.checkpoint.gguf_file import GgufModel
-from oneshot.checkpoint.gguf_rotary import FACTORS, LONG_FACTORS, SHORT_FACTORS
+from oneshot.checkpoint.gguf_rotary import FACTORS, LONG_FACTORS, SHORT_FACTORS, in_halves
 from oneshot.checkpoint.gguf_tokenizer import read_tokenizer
 from oneshot.checkpoint.pooling import KINDS, write_pooling
 from oneshot.checkpoint.reader import INDEX_NAME, Checkpoint, is_damaged
@@ -173,9 +173,7 @@ class GgufCheckpoint(Checkpoint):
         heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
         if heads is None or not self._architecture.pairs:
             return values
-        count = self.config.get(heads) or self.config["num_attention_heads"]
-        pairs = values.reshape(count, -1, 2, *values.shape[1:])
-        return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(values.shape)
+        return in_halves(values, self.config.get(heads) or self.config["num_attention_heads"])
 
 
 def open_gguf(checkpoint: str) -> GgufCheckpoint | None:

@@ -191,3 +191,15 @@ def _length_and_bound(factors: np.ndarray, waves: np.ndarray) -> tuple[int, floa
 def _waves(theta: float, head_dim: int) -> np.ndarray:
     """Return the waves per token of every pair of values that positions turn, `(head_dim / 2,)`."""
     return theta ** -(np.arange(0, head_dim, 2) / head_dim) / (2 * math.pi)
+
+
+def interleave(values: np.ndarray, heads: int) -> np.ndarray:
+    """Return the rows of every head in another order: the pairs that positions turn together become neighbours."""
+    halves = values.reshape(heads, 2, -1, *values.shape[1:])
+    return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
+
+
+def in_halves(values: np.ndarray, heads: int) -> np.ndarray:
+    """Return the inverse of `interleave`."""
+    pairs = values.reshape(heads, -1, 2, *values.shape[1:])
+    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(values.shape)

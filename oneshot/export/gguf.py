@@ -16,7 +16,9 @@ import numpy as np
 
 from oneshot.architecture import StackShape, scaled_epsilon
 from oneshot.checkpoint import GgufCheckpoint, Journal, Model, card_metadata, complete_config
-from oneshot.checkpoint.gguf_rotary import FACTORS, reason_against_rotary, rotary_factors, rotary_metadata
+from oneshot.checkpoint.gguf_architectures import ARCHITECTURES as KNOWN
+from oneshot.checkpoint.gguf_config import OWN_SIZES
+from oneshot.checkpoint.gguf_rotary import FACTORS, interleave, reason_against_rotary, rotary_factors, rotary_metadata
 from oneshot.checkpoint.layout import Place
 from oneshot.checkpoint.pooling import KINDS, pooling_of
 from oneshot.config import SaveDtype
@@ -35,9 +37,9 @@ from oneshot.planning import Grid, Plan
 
 NAME, FILE_NAME = "gguf", "model.gguf"
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
-OWN_SIZES = "deci"
 HEADS_FILL_HIDDEN_SIZE = ("qwen2",)  # architectures whose heads have as many values as the hidden state
-INTERLEAVED = ("llama", OWN_SIZES)  # architectures that turn neighbouring values of queries and keys together
+# architectures that turn neighbouring values of queries and keys together
+INTERLEAVED = (OWN_SIZES, *(name for name, known in KNOWN.items() if known.pairs))
 
 
 class GgufForm(LlamaLayers):
@@ -252,12 +254,6 @@ def rotated_heads(name: str, stack: StackShape) -> int | None:
         return None
     layer = stack.layers[int(name.removeprefix("model.layers.").split(".")[0])]
     return layer.num_attention_heads if module.endswith("q_proj") else layer.num_key_value_heads
-
-
-def interleave(values: np.ndarray, heads: int) -> np.ndarray:
-    """Return the rows of every head in another order: the pairs that positions turn together become neighbours."""
-    halves = values.reshape(heads, 2, -1, *values.shape[1:])
-    return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
 
 
 def verify_gguf(path: Path, stack: StackShape) -> int:

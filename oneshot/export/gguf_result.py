@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from oneshot.architecture import StackShape
@@ -14,7 +13,7 @@ from oneshot.architecture.stated_shapes import per_layer_shape
 from oneshot.checkpoint import locate_checkpoint
 from oneshot.checkpoint.gguf import FLOAT_BYTES, write_weights
 from oneshot.checkpoint.gguf_file import GgufModel
-from oneshot.checkpoint.gguf_rotary import FACTORS
+from oneshot.checkpoint.gguf_rotary import FACTORS, in_halves
 from oneshot.checkpoint.reader import WEIGHT_NAMES
 from oneshot.checkpoint.safe_files import read_config
 from oneshot.errors import CheckpointError, cause
@@ -94,10 +93,7 @@ class RestoredModel:
         for name in names:
             values = self._file.read(self._stored[name])
             heads = rotated_heads(name, self._stack) if self._pairs else None
-            if heads is not None:
-                pairs = values.reshape(heads, -1, 2, *values.shape[1:])
-                values = np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(values.shape)
-            found[name] = torch.from_numpy(values)
+            found[name] = torch.from_numpy(values if heads is None else in_halves(values, heads))
         return found
 
 
