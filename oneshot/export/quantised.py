@@ -91,7 +91,7 @@ def quantisation_config(
 ) -> dict[str, Any]:
     """Return `quantization_config` of a result's `config`, whose files have tensors of these names.
 
-    `further`: those of them that are of layers for tokens after the next one, which stay.
+    `further`: the tensors of layers for tokens after the next one, which stay.
     """
     ending = f".{SCALE}"
     done = {name.removesuffix(ending) for name in names if name.endswith(ending)}
