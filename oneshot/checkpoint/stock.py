@@ -287,7 +287,11 @@ def load_whole(model_class: Any, folder: Path, **options: Any) -> Any:
         has_safetensors = any(folder.glob("*.safetensors"))
         return model_class.from_pretrained(folder, local_files_only=True, use_safetensors=has_safetensors, **options)
     checkpoint = Checkpoint(folder)
-    config, weights = stock_config(checkpoint.config), checkpoint.read(checkpoint.shapes)
+    weights = checkpoint.read(checkpoint.shapes)
+    if family is None:  # a class of this package
+        config = model_class.config_class.from_dict(with_floats(checkpoint.config))
+    else:
+        config = stock_config(checkpoint.config)
     if hasattr(model_class, "from_config"):  # an auto class does not read weights without files
         with torch.device("meta"):
             model_class = type(model_class.from_config(config))

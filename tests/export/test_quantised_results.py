@@ -62,10 +62,14 @@ def test_transformers_opens_what_was_written(
     config = make_config(make_checkpoint(**SIZES | model), form=form, quantise=name, sparsity=0.3)
     report, folder = compress(config), Path(config.output)
     opened = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-    dequantised = load_model(plain(folder, tmp_path / "plain"), device=torch.device("cpu"), dtype=torch.float32)
+    dequantised, own = (
+        load_model(one, device=torch.device("cpu"), dtype=torch.float32)
+        for one in (plain(folder, tmp_path / "plain"), folder)
+    )
     tokens = torch.randint(0, 400, (2, 20))
     with torch.inference_mode():
         logits, expected = opened(tokens).logits, dequantised(tokens).logits
+        assert torch.equal(own(tokens).logits, expected)  # as `oneshot evaluate` opens it
     weights = dict(dequantised.named_parameters())
     linears = [one for one, module in opened.model.layers.named_modules() if isinstance(module, nn.Linear)]
     assert linears
