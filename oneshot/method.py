@@ -54,7 +54,7 @@ class Method:
         residual_weight: share of the residual towards that target, beyond the layer's own output.
         heads_correction: what corrects the output linear of attention: its `own` layer's dense output, or as if heads
             were neurons, the dense stream (`two-stream`, STAT section 3.2, step 2b).
-        damping: ridge in units of the Gram's mean diagonal, or `auto`: least error on a held-out eighth of the text.
+        damping: ridge in units of the Gram's mean diagonal, or `auto`: least error on a held-out ninth of the text.
         expert_damping: `damping` of the experts of a mixture (docs/results.md).
         expert_residual_weight: `residual_weight` of the experts of a mixture.
         up_steps: steps of conjugate gradients that also correct `up_proj`.

@@ -105,7 +105,7 @@ def test_removing_nothing_gives_back_the_same_bits(
 def test_every_selector_chooses_neurons_and_heads(
     selector: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig
 ) -> None:
-    config = make_config(make_checkpoint(), ffn=selector, heads=selector, sparsity=0.3)
+    config = make_config(make_checkpoint(), ffn=selector, heads=selector, sparsity=0.3, num_sequences=32)
     report = compress(config)
     kinds = {sublayer.kind: sublayer for layer in report.layers for sublayer in layer.sublayers}
     assert kinds["ffn"].kept_size < kinds["ffn"].dense_size

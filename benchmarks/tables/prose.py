@@ -42,13 +42,19 @@ def stock_of_others() -> str:
 
 
 def little_text() -> str:
-    """Return the scores of the stock form at −20 % from 4,096 tokens: by ridge, without correction, by energies."""
-    rows = [row for row in read_rows("quality") if row.get("calibration_tokens") == 4096 and row.get("form") == "stock"]
-    found = {(row["recipe"], *row["settings"].values()): row["score"] for row in rows if row["asked"] == 0.2}
-    small, raised, none = (found["oneshot", *value] for value in ((), (0.1,), ("none",)))
+    """Return the scores of the stock form at −20 % from 4,096 tokens: as they are, and with shrinkage, by seed."""
+    pairs = dict[int, dict[bool, Row]]()
+    for row in read_rows("little_text"):
+        if row["calibration_tokens"] == 4096 and row["dtype"] == "bfloat16":
+            pairs.setdefault(row["seed"], {})[row["shrinks"]] = row
+    complete = [pairs[seed] for seed in sorted(pairs) if len(pairs[seed]) == 2]
+    found = {
+        field: [", ".join(f"{pair[shrinks][field]:.2f}" for pair in complete) for shrinks in (True, False)]
+        for field in ("score", "code_ratio")
+    }
     return (
-        f"{small:.2f} times the perplexity with $\\delta = 0.03$, {raised:.2f} times with 0.1, and {none:.2f} times "
-        f"without correction; neurons by their activations, uncorrected, {found['activation-norm',]:.2f} times"
+        f"scores of {found['score'][0]} instead of {found['score'][1]} with three seeds, and on code "
+        f"{found['code_ratio'][0]} instead of {found['code_ratio'][1]} times the perplexity"
     )
 
 

@@ -4,14 +4,18 @@ from dataclasses import dataclass, replace
 from typing import assert_never
 
 import torch
+from oneshot_kernels import columns_without
 
-from oneshot.compression.statistics import Statistics
-from oneshot.errors import CalibrationError
+from oneshot.compression.statistics import Statistics, towards_diagonal
 from oneshot.linalg.interpolative import interpolate
+from oneshot.linalg.psd import RidgeFactor
 from oneshot.method import Correction
 
 ENERGY_PANEL = 1024
 DAMPINGS = (1e-3, 1e-2, 3e-2, 1e-1, 3e-1)
+SHRINKAGES = (0.0, 0.15, 0.3, 0.5, 0.7, 0.85, 1.0)
+ABOUT_EQUAL = 1.01  # times an error
+DIRECTIONS = 128  # of an output, in which errors are compared
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,7 @@ def correct(
     residual_weight: float = 1.0,
     root: torch.Tensor | None = None,
     reported: bool = True,
+    shrinkage: float = 0.0,
 ) -> Factors:
     """Return the linear over the kept columns, `y ≈ A[:, kept_columns] weight'ᵀ`.
 
@@ -60,6 +65,9 @@ def correct(
             dense stream's next hidden state less this stream's residual, `ρ = residual_weight`.
         root: `L_Gᵀ (d, d)` of a metric in which the error is predicted; None for squares. Without a residual.
         reported: whether the condition number is estimated.
+        shrinkage: share `s`, 0 to 1, of what different columns have in common that is taken for chance: least squares
+            have `(1 − s) AᵀA + s diag(AᵀA)` and `(1 − s) Aᵀ(Y − A Wᵀ)`. It adds `s ‖a_j‖² / (1 − s)` to the ridge of
+            each column; with 1 nothing is corrected.
     """
     if correction == "none" or (len(kept_columns) == weight.shape[1] and correction != "two-stream"):
         corrected = weight[:, kept_columns].double()
@@ -77,7 +85,7 @@ def correct(
     residual = statistics.residual if correction == "two-stream" else None
     if correction == "two-stream" and residual is None:
         raise ValueError("the two-stream correction needs statistics with a residual")
-    interpolation = interpolate(statistics.gram, kept_columns, damping)
+    interpolation = interpolate(towards_diagonal(statistics.gram, shrinkage), kept_columns, damping)
     factor, rest, coefficients = interpolation.factor, interpolation.rest, interpolation.coefficients
     max_interpolation = interpolation.max_coefficient
     step = None if residual is None else factor.solve(residual[kept_columns])
@@ -87,7 +95,7 @@ def correct(
     dense = weight.double()
     corrected = dense[:, kept_columns].addmm_(dense[:, rest], coefficients.T)
     if step is not None:
-        corrected += residual_weight * step.T
+        corrected += residual_weight * (1 - shrinkage) * step.T
     solved = Factors(kept_columns, corrected, None, condition_number, max_interpolation, fallback, damping)
     return _with_error(solved, dense, statistics, root)
 
@@ -102,18 +110,52 @@ def best_damping(
 ) -> float:
     """Return the damping of `DAMPINGS` with the least error on the held-out rows, solved without them.
 
-    Arguments as in `correct`; `statistics` has `held_out`. The error is `‖Y − A W'ᵀ‖` of the sublayer's output.
+    Arguments as in `correct`; `statistics` has `held_out`. The error is `‖Y − A W'ᵀ‖` of the sublayer's output."""
+    fitted, held_out = _apart(statistics)
 
-    Raises `CalibrationError` if all rows are held out.
-    """
-    held_out = statistics.held_out
-    assert held_out is not None
-    if held_out.num_rows == statistics.num_rows:
-        raise CalibrationError(
-            "--set damping=auto holds out every eighth batch of the text, and there is only one; give more "
-            "--num-sequences, a smaller --batch-size, or a number as damping."
+    def error(damping: float) -> float:
+        factors = correct(
+            weight, kept_columns, fitted, correction=correction, damping=damping, residual_weight=residual_weight
         )
-    residual = statistics.residual
+        return predicted_error(weight.double(), factors.weight, kept_columns, held_out)
+
+    return min(DAMPINGS, key=error)
+
+
+def best_shrinkage(
+    weight: torch.Tensor, kept_columns: torch.Tensor, statistics: Statistics, *, damping: float
+) -> float:
+    """Return the largest of `SHRINKAGES` with about the least error on the held-out rows, solved without them.
+
+    Its error there is at most that without a correction, and that of one which takes the sums as they are. The largest,
+    because other text is farther from the text than its held-out part. The error is of the sublayer's own output, in
+    `DIRECTIONS` random directions if it has more coordinates.
+
+    Arguments as in `correct`; `statistics` has `held_out`. Cost: a factorisation for every share that is tried.
+    """
+    fitted, held_out = (replace(one, residual=None) for one in _apart(statistics))
+    dense = weight.double()
+    if len(dense) > DIRECTIONS:
+        signs = torch.randint(0, 2, (DIRECTIONS, len(dense)), generator=torch.Generator().manual_seed(0))
+        dense = (2 * signs - 1).to(dense) @ dense
+    rest, rows = columns_without(kept_columns, dense.shape[1]), kept_columns.unsqueeze(1)
+    kept, uncorrected = fitted.gram[rows, kept_columns], dense[:, kept_columns]
+    removed = fitted.gram[rows, rest].double() @ dense[:, rest].T
+    errors = dict[float, float]()
+    for share in SHRINKAGES:
+        step = RidgeFactor(towards_diagonal(kept, share), damping, "kept columns").solve((1 - share) * removed)
+        errors[share] = predicted_error(dense, uncorrected + step.T, kept_columns, held_out)
+        if errors[share] > ABOUT_EQUAL * min(errors.values()):  # and larger shares are worse still
+            break
+    errors[SHRINKAGES[-1]] = predicted_error(dense, uncorrected, kept_columns, held_out)
+    allowed = min(ABOUT_EQUAL * min(errors.values()), errors[SHRINKAGES[0]], errors[SHRINKAGES[-1]])
+    return max(share for share, error in errors.items() if error <= allowed)
+
+
+def _apart(statistics: Statistics) -> tuple[Statistics, Statistics]:
+    """Return the sums over the rows that are not held out, and over those that are; `statistics` has `held_out`."""
+    held_out, residual = statistics.held_out, statistics.residual
+    assert held_out is not None
     if residual is not None and held_out.residual is not None:
         residual = residual - held_out.residual
     fitted = replace(
@@ -123,14 +165,7 @@ def best_damping(
         residual_energy=statistics.residual_energy - held_out.residual_energy,
         num_rows=statistics.num_rows - held_out.num_rows,
     )
-
-    def error(damping: float) -> float:
-        factors = correct(
-            weight, kept_columns, fitted, correction=correction, damping=damping, residual_weight=residual_weight
-        )
-        return predicted_error(weight.double(), factors.weight, kept_columns, held_out)
-
-    return min(DAMPINGS, key=error)
+    return fitted, held_out
 
 
 def _with_error(

@@ -48,6 +48,13 @@ class MeasuredExperts:
     generator: torch.Generator
 
 
+class SharedExpertTask(FeedForwardTask):
+    """The shared expert of a mixture, which all tokens pass; with few of them its ridge grows as that of the others."""
+
+    def shrinkage(self, num_columns: int, num_rows: int) -> float:
+        return 0.0
+
+
 class ExpertsTask(SublayerTask):
     """A mixture loses neurons inside all experts, or whole experts; each is a writer of its own."""
 
@@ -111,7 +118,7 @@ class ExpertsTask(SublayerTask):
         return self.is_reduced and self.sizes.shared_count > 0
 
     @property
-    def shared_task(self) -> FeedForwardTask:
+    def shared_task(self) -> SharedExpertTask:
         """Return the task of the shared expert as the one FFN of a layer."""
         shared, method, has_dense = self.stack.shared_expert, self.method, self.has_dense
         assert shared is not None
@@ -122,7 +129,7 @@ class ExpertsTask(SublayerTask):
             method, has_dense = replace(method, correction="two-stream", residual_weight=1.0), True
         own = {field.name: getattr(self, field.name) for field in fields(self)}
         changed = {"stack": self.stack.with_ffn(shared), "shape": shape, "plan": plan, "method": method}
-        return FeedForwardTask(**own | changed | {"has_dense": has_dense})
+        return SharedExpertTask(**own | changed | {"has_dense": has_dense})
 
     def shared_accumulator(self, output_size: int | None) -> GramAccumulator | None:
         """Return the sums of what the shared expert's down reads; None if the expert stays."""

@@ -9,7 +9,7 @@ import torch
 
 from oneshot.architecture import Attention
 from oneshot.compression.branch_norm import BranchNorm, seen_writer
-from oneshot.compression.correction import Factors, best_damping, correct, predicted_error
+from oneshot.compression.correction import Factors, best_damping, best_shrinkage, correct, predicted_error
 from oneshot.compression.fold import augmented_weight, fold_sublayer
 from oneshot.compression.inner_heads import value_subspaces
 from oneshot.compression.ranks import RankAccumulator, with_ranks
@@ -21,6 +21,7 @@ from oneshot.compression.statistics import (
     SketchAccumulator,
     SplitAccumulator,
     Statistics,
+    towards_diagonal,
     with_constant_column,
 )
 from oneshot.compression.sublayer import LayerWork, Reduction, SublayerTask
@@ -171,13 +172,22 @@ class OneWriterTask(SublayerTask, ABC):
         if correction == "bias" and not has_bias:
             correction = "none"
         share = self.residual_weight(weight.shape[1], 0 if statistics is None else statistics.num_targets)
-        if statistics is None:
-            damping = self.method.fixed_damping
-        elif statistics.held_out is None:
+        damping, shrinkage = self.method.fixed_damping, 0.0
+        if statistics is not None and statistics.held_out is None:
             damping = self.damping(weight.shape[1], statistics.num_rows)
-        else:
+        elif statistics is not None and self.method.holds_out:
             damping = best_damping(weight, columns, statistics, correction=correction, residual_weight=share)
-        return correct(weight, columns, statistics, correction=correction, damping=damping, residual_weight=share)
+        elif statistics is not None:
+            shrinkage = best_shrinkage(weight, columns, statistics, damping=damping)
+        return correct(
+            weight,
+            columns,
+            statistics,
+            correction=correction,
+            damping=damping,
+            residual_weight=share,
+            shrinkage=shrinkage,
+        )
 
     def fold(self, tensors: Tensors, factors: Factors) -> Tensors:
         return fold_sublayer(tensors, self.sublayer, self.shape, factors)
@@ -186,13 +196,16 @@ class OneWriterTask(SublayerTask, ABC):
         self, tensors: Tensors, weight: torch.Tensor, statistics: Statistics | None, branch_norm: BranchNorm | None
     ) -> Evidence:
         """Return what the selector chooses by; `weight`: as the norm lets the stream see it."""
-        curvature = self.neuron_curvature
+        gram, curvature = None, self.neuron_curvature
+        if statistics is not None:
+            shrinkage = self.shrinkage(weight.shape[1], statistics.num_rows)
+            gram = towards_diagonal(statistics.gram[: self.num_columns, : self.num_columns], shrinkage)
         if curvature is not None and branch_norm is not None:
             curvature = branch_norm.curvature_of_seen(curvature)
         return Evidence(
             consumer=weight[:, : self.num_columns],
             producer_energy=self.producer_energy(tensors).to(self.machine.device) if self.needs("producers") else None,
-            gram=None if statistics is None else statistics.gram[: self.num_columns, : self.num_columns],
+            gram=gram,
             generator=torch.Generator().manual_seed(self.seed + self.layer),
             moments=None if statistics is None else statistics.moments,
             sketch=None if statistics is None else statistics.sketch,
@@ -233,8 +246,8 @@ class OneWriterTask(SublayerTask, ABC):
         """Return the sums of what a writer `weight (d, n)` reads."""
         device, (output_size, size) = self.machine.device, weight.shape
         target_size = output_size if self.follows_dense else None
-        if self.method.holds_out:
-            return SplitAccumulator(size, output_size=target_size, device=device, first_batch=states.first_batch)
+        if self.holds_out(size, states.num_tokens):
+            return SplitAccumulator(size, output_size=target_size, device=device, row_offset=states.first_row)
         return GramAccumulator(size, output_size=target_size, device=device)
 
     def _sketch(self, states: States) -> SketchAccumulator | None:

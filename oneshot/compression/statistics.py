@@ -13,8 +13,9 @@ from oneshot.linalg.sums import add_gram_, add_product_, add_sketch_, as_float32
 from oneshot.machine import ALONE, Workers
 from oneshot.selection import Moments
 
-HELD_OUT_EVERY = 8  # batches
+HELD_OUT_ROWS, HELD_OUT_EVERY = 32, 9  # rows of a block, and blocks: no usual length of sequences is a multiple
 TOKENS_PER_COLUMN = 16  # that suffice for the principal directions of a Gram
+TOKENS_OF_PRIOR = 5  # for a column, as which the diagonal counts against what different columns have in common
 
 
 @dataclass(frozen=True)
@@ -105,23 +106,27 @@ class GramAccumulator:
 
 
 class SplitAccumulator:
-    """Sum as a `GramAccumulator`, and also over a held-out slice of the rows: every eighth batch of the text.
+    """Sum as a `GramAccumulator`, and also over a held-out slice of the text's rows: every ninth block of 32.
 
-    Unlike the sums, the slice depends on the batch size.
+    So neighbouring tokens are on one side, and of sequences of usual lengths one first token of nine is held out; their
+    activations can be a thousand times as large as others.
 
     Args:
-        first_batch: index of this worker's first batch in the whole text. Others as in `GramAccumulator`.
+        row_offset: index in the whole text of the first row. Others as in `GramAccumulator`.
     """
 
-    def __init__(self, size: int, *, output_size: int | None, device: torch.device, first_batch: int = 0) -> None:
+    def __init__(self, size: int, *, output_size: int | None, device: torch.device, row_offset: int = 0) -> None:
         self._rest, self._held_out = (GramAccumulator(size, output_size=output_size, device=device) for _ in range(2))
-        self._batch = first_batch
+        self._row = row_offset
 
     def update_(self, activations: torch.Tensor, lost: torch.Tensor | None = None) -> None:
-        """Add a batch of rows."""
-        part = self._held_out if self._batch % HELD_OUT_EVERY == 0 else self._rest
-        part.update_(activations, lost)
-        self._batch += 1
+        """Add the next rows."""
+        numbers = torch.arange(len(activations))
+        is_held_out = (self._row + numbers) // HELD_OUT_ROWS % HELD_OUT_EVERY == 0
+        for part, own in ((self._rest, numbers[~is_held_out]), (self._held_out, numbers[is_held_out])):
+            rows = own.to(activations.device)
+            part.update_(activations[rows], None if lost is None else lost[rows])
+        self._row += len(activations)
 
     def finish(self, workers: Workers = ALONE) -> Statistics:
         """Return the sums over all rows of all workers, and as `held_out` the sums over the slice."""
@@ -204,6 +209,25 @@ def damping_of(asked: float, num_columns: int, num_rows: float) -> float:
     column (docs/recipes/oneshot.md#selection-and-correction).
     """
     return asked * max(1.0, TOKENS_PER_COLUMN * num_columns / max(1.0, num_rows))
+
+
+def shrinkage_of(num_columns: int, num_rows: float) -> float:
+    """Return about the share of what different columns of so many rows have in common that is chance, from 0 to 1.
+
+    Products of different columns vary from text to text; between few tokens most of them are chance, while the squares
+    on the diagonal are not (docs/recipes/oneshot.md#little-text). It is 0 from `TOKENS_PER_COLUMN`.
+    """
+    tokens = min(num_rows / num_columns, TOKENS_PER_COLUMN)
+    return TOKENS_OF_PRIOR * (1 - tokens / TOKENS_PER_COLUMN) / (TOKENS_OF_PRIOR + tokens)
+
+
+def towards_diagonal(gram: torch.Tensor, share: float) -> torch.Tensor:
+    """Return `(1 − s) G + s diag(G)` for a share `s` from 0 to 1; the Gram itself for 0."""
+    if not share:
+        return gram
+    shrunk = gram * (1 - share)
+    shrunk.diagonal().copy_(gram.diagonal())
+    return shrunk
 
 
 def batches_apart(num_tokens: int, num_columns: int) -> int:

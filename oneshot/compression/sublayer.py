@@ -25,6 +25,8 @@ from oneshot.selection import Need, find_selector, needs_of, reads_activations
 from oneshot.stream import DensePass, Layer, States
 from oneshot.tensors import Tensors
 
+LEAST_DAMPING = 1e-3
+
 Solution = TypeVar("Solution")
 
 
@@ -272,10 +274,28 @@ class SublayerTask:
         asked = self.method.fixed_damping
         return asked if self.method.residual_target == "sublayer" else damping_of(asked, num_columns, num_rows)
 
+    def shrinkage(self, num_columns: int, num_rows: int) -> float:
+        """Return the share that is chance of what different columns have in common, by which neurons are chosen."""
+        return 0.0
+
+    def holds_out(self, num_columns: int, num_rows: int) -> bool:
+        """Return whether a part of the text is held out, which says how much is corrected."""
+        return self.method.holds_out
+
 
 def trusted_share(num_columns: int, num_tokens: float) -> float:
     """Return the share of a residual over so many columns that is not noise of its tokens."""
     return max(0.0, 1 - TOKENS_PER_NEURON * num_columns / num_tokens)
+
+
+def shrinks(method: Method) -> bool:
+    """Return whether a Gram of few tokens shrinks towards its diagonal, and held-out ones say how much is corrected.
+
+    It does not beside STAT's own target and a damping below `LEAST_DAMPING`, which are against rounding alone, and
+    beside `damping=auto`, which chooses by itself. With sizes from a profile it was not measured.
+    """
+    chooses = method.solves and method.residual_target == "stream" and not method.holds_out
+    return chooses and not method.reads_profile and method.fixed_damping >= LEAST_DAMPING
 
 
 def takes_sketch(method: Method) -> bool:

@@ -8,8 +8,8 @@ from oneshot.architecture import Attention, FeedForward
 from oneshot.compression.fold import head_columns, row_energy
 from oneshot.compression.inner_heads import InnerMaps, keep_heads, query_key_subspaces, with_smaller_scores
 from oneshot.compression.one_writer import OneWriterTask
-from oneshot.compression.statistics import HeadGramAccumulator
-from oneshot.compression.sublayer import LayerWork, Reduction, takes_sketch
+from oneshot.compression.statistics import HeadGramAccumulator, shrinkage_of
+from oneshot.compression.sublayer import LayerWork, Reduction, shrinks, takes_sketch
 from oneshot.compression.up_proj import up_passes
 from oneshot.method import SelectorName
 from oneshot.selection import SELECTORS, Evidence, select_heads
@@ -142,6 +142,18 @@ class FeedForwardTask(OneWriterTask):
     @property
     def neuron_curvature(self) -> torch.Tensor | None:
         return None if self.curvature is None else self.curvature.ffn
+
+    def damping(self, num_columns: int, num_rows: int) -> float:
+        """Return the damping; with few tokens held-out ones say how much is corrected, and the ridge does not grow."""
+        few = self.shrinkage(num_columns, num_rows) > 0
+        return self.method.fixed_damping if few else super().damping(num_columns, num_rows)
+
+    def shrinkage(self, num_columns: int, num_rows: int) -> float:
+        few = self.is_reduced and not self.corrects_slices and shrinks(self.method)
+        return shrinkage_of(num_columns, num_rows) if few else 0.0
+
+    def holds_out(self, num_columns: int, num_rows: int) -> bool:
+        return self.method.holds_out or self.shrinkage(num_columns, num_rows) > 0
 
     def choose(self, evidence: Evidence) -> torch.Tensor:
         return SELECTORS[self.selector].neurons(evidence, self.kept_units)

@@ -66,7 +66,10 @@ def correct_up(task: SublayerTask, tensors: Tensors, folded: Tensors, states: St
     statistics = accumulator.finish(machine.workers)
     # 3. `down_proj` again, over all kept neurons.
     columns, damping = torch.arange(weight.shape[1], device=machine.device), task.method.fixed_damping
-    factors = task.shared(lambda: correct(weight, columns, statistics, correction="two-stream", damping=damping))
+    shrinkage = task.shrinkage(weight.shape[1], statistics.num_rows)
+    factors = task.shared(
+        lambda: correct(weight, columns, statistics, correction="two-stream", damping=damping, shrinkage=shrinkage)
+    )
     return fold_sublayer(folded, task.sublayer, task.shape, factors), replace(factors, predicted_error=None)
 
 

@@ -3,7 +3,8 @@
 from functools import cached_property
 
 from oneshot.compression.rounding import PANEL_ROWS
-from oneshot.compression.sublayer import takes_sketch
+from oneshot.compression.statistics import shrinkage_of
+from oneshot.compression.sublayer import shrinks, takes_sketch
 from oneshot.footprint import expert_memory, terms
 from oneshot.footprint.terms import BATCH, DOUBLE, FLOAT, Stage, Term, computed, largest
 from oneshot.footprint.work import Work
@@ -111,7 +112,7 @@ class _Layer:
     def _neurons(self) -> list[Stage]:
         work, size, residual = self.work, self.size, self.work.schedule.two_streams
         summed_sketch = _sketch(work, DOUBLE + FLOAT)
-        summed, gram = (each(work, size, residual=residual) for each in (_summed, _finished))
+        summed, gram = (each(work, size, residual=residual, neurons=True) for each in (_summed, _finished))
         listed = [Stage("the statistics of the neurons", (*self.held, *summed, summed_sketch, self.batch))]
         if residual:
             gathered = (*gram, summed_sketch, self.target, computed(4 * FLOAT * self.hidden * size))
@@ -159,15 +160,27 @@ class _Layer:
         return Stage("writing a layer", (*self.base, *self.folded, out, product))
 
 
-def _finished(work: Work, size: int, *, residual: bool) -> tuple[Term, ...]:
-    """Return the `gram`; if a ridge is chosen by a held-out slice, also the slice's and the rest's."""
-    return (terms.gram(work, size, residual=residual),) * (3 if work.method.holds_out else 1)
+def _finished(work: Work, size: int, *, residual: bool, neurons: bool = False) -> tuple[Term, ...]:
+    """Return the `gram`; if held-out tokens say how much is corrected, also those of the slice and of the rest.
+
+    Of neurons also the Gram as it is shrunk.
+    """
+    few = neurons and _are_few(work, size)
+    terms_of_slice = 2 * (few or work.method.holds_out)
+    shrunk = (terms.gram(work, size, residual=False),) * few
+    return (terms.gram(work, size, residual=residual),) * (1 + terms_of_slice) + shrunk
 
 
-def _summed(work: Work, size: int, *, residual: bool) -> tuple[Term, ...]:
+def _summed(work: Work, size: int, *, residual: bool, neurons: bool = False) -> tuple[Term, ...]:
     """Return what the statistics of `finished` are summed in."""
     whole = terms.sums(work, size, residual=residual)
-    return (*whole, whole[0]) if work.method.holds_out else whole
+    holds_out = work.method.holds_out or (neurons and _are_few(work, size))
+    return (*whole, whole[0]) if holds_out else whole
+
+
+def _are_few(work: Work, size: int) -> bool:
+    """Return whether tokens are so few that what neurons share is partly chance."""
+    return shrinks(work.method) and shrinkage_of(size, work.num_tokens) > 0
 
 
 def _sketch(work: Work, itemsize: int = FLOAT) -> Term:

@@ -10,9 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import TOLERANCES, Matrix, matrices
 
-from oneshot.compression.correction import DAMPINGS, Factors, best_damping, correct
-from oneshot.compression.statistics import GramAccumulator, Statistics, with_constant_column
-from oneshot.errors import CalibrationError
+from oneshot.compression.correction import DAMPINGS, SHRINKAGES, Factors, best_damping, best_shrinkage, correct
+from oneshot.compression.statistics import (
+    GramAccumulator,
+    Statistics,
+    shrinkage_of,
+    towards_diagonal,
+    with_constant_column,
+)
 from oneshot.method import Correction
 
 ROWS, NEURONS, OUTPUTS = 120, 16, 6
@@ -50,22 +55,39 @@ def measured_error(activations: Matrix, factors: Factors, expected: Matrix) -> f
 
 
 def ridge_least_squares(
-    activations: Matrix, kept_columns: torch.Tensor, weight: Matrix, target: Matrix, damping: float
+    activations: Matrix, kept_columns: torch.Tensor, weight: Matrix, target: Matrix, damping: float, chance: float = 0.0
 ) -> Any:
-    """Solve `min ‖target − A_J X‖² + λ‖X − W_Jᵀ‖²`, `λ = damping · mean ‖a_j‖²`, by NumPy with stacked rows."""
+    """Solve `min (1 − s) ‖target − A_J X‖² + ‖M (X − W_Jᵀ)‖²` by NumPy with stacked rows.
+
+    `M² = λ I + s diag(‖a_j‖²)` with `λ = damping · mean ‖a_j‖²` and `s = chance`.
+    """
     skeleton, prior = activations[:, kept_columns.numpy()], weight[:, kept_columns.numpy()].T
-    root = np.sqrt(damping * np.square(skeleton).sum(0).mean())
-    rows = np.vstack([skeleton, root * np.eye(len(kept_columns))])
-    return np.linalg.lstsq(rows, np.vstack([target, root * prior]), rcond=None)[0].T
+    energies = np.square(skeleton).sum(0)
+    root = np.sqrt(damping * energies.mean() + chance * energies)
+    rows = np.vstack([np.sqrt(1 - chance) * skeleton, np.diag(root)])
+    return np.linalg.lstsq(rows, np.vstack([np.sqrt(1 - chance) * target, root[:, None] * prior]), rcond=None)[0].T
 
 
-@given(seed=st.integers(0, 5000), bias=st.booleans(), damping=st.sampled_from((1e-6, 1e-2, 0.5)))
-def test_same_layer_equals_ridge_least_squares(seed: int, bias: bool, damping: float) -> None:
+SHARES_OF_CHANCE = (0.0, 0.3, 0.9, 1.0)
+
+
+@given(
+    seed=st.integers(0, 5000),
+    bias=st.booleans(),
+    damping=st.sampled_from((1e-6, 1e-2, 0.5)),
+    chance=st.sampled_from(SHARES_OF_CHANCE),
+)
+def test_same_layer_equals_ridge_least_squares(seed: int, bias: bool, damping: float, chance: float) -> None:
     activations, weight, kept_columns, _ = problem(seed, bias=bias)
     factors = correct(
-        torch.from_numpy(weight), kept_columns, exact_statistics(activations), correction="same-layer", damping=damping
+        torch.from_numpy(weight),
+        kept_columns,
+        exact_statistics(activations),
+        correction="same-layer",
+        damping=damping,
+        shrinkage=chance,
     )
-    expected = ridge_least_squares(activations, kept_columns, weight, activations @ weight.T, damping)
+    expected = ridge_least_squares(activations, kept_columns, weight, activations @ weight.T, damping, chance)
     np.testing.assert_allclose(factors.weight.numpy(), expected, rtol=1e-7, atol=1e-7)
 
 
@@ -82,8 +104,15 @@ def test_a_bias_takes_the_mean_contribution_of_removed_columns(seed: int) -> Non
     assert factors.predicted_error == pytest.approx(measured_error(activations, factors, activations @ weight.T))
 
 
-@given(seed=st.integers(0, 5000), bias=st.booleans(), share=st.sampled_from((0.0, 0.5, 1.0)))
-def test_two_stream_equals_ridge_least_squares_on_the_dense_target(seed: int, bias: bool, share: float) -> None:
+@given(
+    seed=st.integers(0, 5000),
+    bias=st.booleans(),
+    share=st.sampled_from((0.0, 0.5, 1.0)),
+    chance=st.sampled_from(SHARES_OF_CHANCE),
+)
+def test_two_stream_equals_ridge_least_squares_on_the_dense_target(
+    seed: int, bias: bool, share: float, chance: float
+) -> None:
     activations, weight, kept_columns, residual = problem(seed, bias=bias)
     factors = correct(
         torch.from_numpy(weight),
@@ -92,9 +121,10 @@ def test_two_stream_equals_ridge_least_squares_on_the_dense_target(seed: int, bi
         correction="two-stream",
         damping=1e-3,
         residual_weight=share,
+        shrinkage=chance,
     )
     target = activations @ weight.T + share * residual
-    expected = ridge_least_squares(activations, kept_columns, weight, target, 1e-3)
+    expected = ridge_least_squares(activations, kept_columns, weight, target, 1e-3, chance)
     np.testing.assert_allclose(factors.weight.numpy(), expected, rtol=1e-7, atol=1e-7)
 
 
@@ -119,17 +149,56 @@ def test_predicted_error_equals_measured_error(correction: Correction, seed: int
 
 
 @pytest.mark.parametrize("correction", ["same-layer", "two-stream"])
-@given(matrix=matrices(min_columns=6), seed=st.integers(0, 5000), damping=st.sampled_from((1e-8, 1e-4, 1e-2, 1.0)))
-def test_correction_is_never_worse_than_none(correction: Correction, matrix: Matrix, seed: int, damping: float) -> None:
+@given(
+    matrix=matrices(min_columns=6),
+    seed=st.integers(0, 5000),
+    damping=st.sampled_from((1e-8, 1e-4, 1e-2, 1.0)),
+    chance=st.sampled_from(SHARES_OF_CHANCE),
+)
+def test_correction_is_never_worse_than_none(
+    correction: Correction, matrix: Matrix, seed: int, damping: float, chance: float
+) -> None:
     rng = np.random.default_rng(seed)
     weight = rng.standard_normal((OUTPUTS, matrix.shape[1]))
     residual = 0.3 * rng.standard_normal((len(matrix), OUTPUTS)) if correction == "two-stream" else None
     kept_columns = torch.from_numpy(np.sort(rng.choice(matrix.shape[1], size=matrix.shape[1] // 2, replace=False)))
     statistics = exact_statistics(matrix, residual)
     plain = correct(torch.from_numpy(weight), kept_columns, statistics, correction="none", damping=damping)
-    corrected = correct(torch.from_numpy(weight), kept_columns, statistics, correction=correction, damping=damping)
+    corrected = correct(
+        torch.from_numpy(weight), kept_columns, statistics, correction=correction, damping=damping, shrinkage=chance
+    )
+    if chance == 1:
+        np.testing.assert_array_equal(corrected.weight.numpy(), plain.weight.numpy())
     expected = matrix @ weight.T + (0 if residual is None else residual)
     assert measured_error(matrix, corrected, expected) <= measured_error(matrix, plain, expected) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 8])
+def test_what_few_tokens_for_a_column_correct_is_also_right_on_other_rows(tokens: int) -> None:
+    """The shrunk correction has less error there than none, and than one that takes the sums as they are."""
+    seeds, errors = range(8), {"none": 0.0, "all": 0.0, "shrunk": 0.0}
+    chance = shrinkage_of(NEURONS, tokens * NEURONS)
+    for seed in seeds:
+        rng = np.random.default_rng(seed)
+        mixing = np.eye(NEURONS) + 0.1 * rng.standard_normal((NEURONS, NEURONS))
+        rows = rng.standard_normal((tokens * NEURONS, NEURONS)) @ mixing
+        others = rng.standard_normal((50 * NEURONS, NEURONS)) @ mixing
+        weight, kept = torch.from_numpy(rng.standard_normal((OUTPUTS, NEURONS))), torch.arange(0, NEURONS, 2)
+        statistics = exact_statistics(rows)
+        for name, share in (("none", 1.0), ("all", 0.0), ("shrunk", chance)):
+            factors = correct(weight, kept, statistics, correction="same-layer", damping=0.03, shrinkage=share)
+            errors[name] += measured_error(others, factors, others @ weight.numpy().T) / len(seeds)
+    assert errors["shrunk"] < min(errors["none"], errors["all"])
+
+
+@given(num_columns=st.integers(1, 10**5), tokens=st.floats(0, 1000))
+def test_the_share_of_chance_falls_to_nothing(num_columns: int, tokens: float) -> None:
+    share = shrinkage_of(num_columns, tokens * num_columns)
+    assert 0 <= share <= 1
+    assert share <= shrinkage_of(num_columns, tokens * num_columns / 2)
+    assert (share == 0) == (tokens * num_columns >= 16 * num_columns)
+    gram = torch.tensor([[4.0, 1.0], [1.0, 2.0]])
+    assert (towards_diagonal(gram, share) is gram) == (share == 0)
 
 
 @given(seed=st.integers(0, 5000), two_streams=st.booleans())
@@ -153,13 +222,26 @@ def test_the_best_damping_has_the_least_error_on_held_out_rows(seed: int, two_st
     assert error(chosen) <= min(error(damping) for damping in DAMPINGS) * (1 + 1e-6)
 
 
-def test_a_damping_cannot_be_chosen_on_all_rows() -> None:
-    activations, weight, kept_columns, _ = problem(2)
-    statistics = exact_statistics(activations)
-    with pytest.raises(CalibrationError, match="--set damping=auto"):
-        best_damping(
-            torch.from_numpy(weight), kept_columns, replace(statistics, held_out=statistics), correction="same-layer"
-        )
+@given(seed=st.integers(0, 5000), tokens=st.sampled_from((1, 2, 4, 16)), mixing=st.sampled_from((0.0, 0.1, 1.0)))
+def test_held_out_rows_say_how_much_is_corrected(seed: int, tokens: int, mixing: float) -> None:
+    """What is solved without them has at most the error of both ends there, and about the least of all shares."""
+    rng = np.random.default_rng(seed)
+    rows = rng.standard_normal((8 * tokens * NEURONS // 7, NEURONS))
+    rows = rows @ (np.eye(NEURONS) + mixing * rng.standard_normal((NEURONS, NEURONS)))
+    cut = tokens * NEURONS
+    weight, kept = torch.from_numpy(rng.standard_normal((OUTPUTS, NEURONS))), torch.arange(0, NEURONS, 2)
+    statistics = replace(exact_statistics(rows), held_out=exact_statistics(rows[cut:]))
+
+    def error(share: float) -> float:
+        fitted = exact_statistics(rows[:cut])
+        factors = correct(weight, kept, fitted, correction="same-layer", damping=0.03, shrinkage=share)
+        return measured_error(rows[cut:], factors, rows[cut:] @ weight.numpy().T)
+
+    chosen = best_shrinkage(weight, kept, statistics, damping=0.03)
+    assert chosen in SHRINKAGES
+    assert error(chosen) <= min(error(0.0), error(1.0)) * (1 + 1e-6)
+    if chosen < 1:
+        assert error(chosen) <= 1.01 * min(error(share) for share in SHRINKAGES if share <= chosen) * (1 + 1e-6)
 
 
 def test_no_correction_keeps_the_columns_unchanged() -> None:

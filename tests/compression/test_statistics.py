@@ -1,6 +1,7 @@
 """Statistics are sums: the same numbers for all batches, orders and workers."""
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -85,23 +86,31 @@ def test_rows_with_a_target_stand_for_the_others(seed: int, num_targets: int) ->
     assert float(statistics.residual_energy) == pytest.approx(8 / num_targets * np.square(lost).sum(), rel=1e-4)
 
 
-@given(seed=st.integers(0, 100), num_batches=st.integers(1, 20), targeted=st.booleans())
-def test_every_eighth_batch_is_also_summed_alone(seed: int, num_batches: int, targeted: bool) -> None:
-    rng = np.random.default_rng(seed)
-    rows, lost = (rng.standard_normal(size) for size in ((num_batches, 3, 4), (num_batches, 3, 5)))
-    accumulator = SplitAccumulator(4, output_size=5 if targeted else None, device=CPU)
-    for batch, lacking in zip(torch.from_numpy(rows), torch.from_numpy(lost), strict=True):
-        accumulator.update_(batch, lacking if targeted else None)
-    statistics = accumulator.finish()
+@given(seed=st.integers(0, 100), num_rows=st.integers(1, 700), cut=st.integers(0, 700), targeted=st.booleans())
+def test_every_ninth_block_is_also_summed_alone(seed: int, num_rows: int, cut: int, targeted: bool) -> None:
+    """However rows come in batches, or workers share them."""
+    rng, cut = np.random.default_rng(seed), min(cut, num_rows)
+    rows, lost = (rng.standard_normal((num_rows, columns)) for columns in (4, 5))
+    options: dict[str, Any] = {"output_size": 5 if targeted else None, "device": CPU}
+    batches = torch.from_numpy(rows).split([cut, num_rows - cut]), torch.from_numpy(lost).split([cut, num_rows - cut])
+    whole, second = SplitAccumulator(4, **options), SplitAccumulator(4, **options, row_offset=cut)
+    for number, (batch, lacking) in enumerate(zip(*batches, strict=True)):
+        for accumulator in (whole, second)[: number + 1]:
+            accumulator.update_(batch, lacking if targeted else None)
+    statistics, held_out = whole.finish(), np.arange(num_rows) // 32 % 9 == 0
     assert statistics.held_out is not None
-    for got, slice_ in ((statistics, slice(None)), (statistics.held_out, slice(None, None, 8))):
-        activations, residual = rows[slice_].reshape(-1, 4), lost[slice_].reshape(-1, 5)
+    for got, slice_ in ((statistics, slice(None)), (statistics.held_out, held_out)):
+        activations, residual = rows[slice_], lost[slice_]
         assert got.num_rows == len(activations)
-        np.testing.assert_allclose(got.gram, activations.T @ activations, atol=1e-4)
+        np.testing.assert_allclose(got.gram, activations.T @ activations, rtol=1e-5, atol=1e-4)
         assert (got.residual is not None) == targeted
         if got.residual is not None:
-            np.testing.assert_allclose(got.residual, activations.T @ residual, atol=1e-4)
-            assert float(got.residual_energy) == pytest.approx(np.square(residual).sum(), abs=1e-3)
+            np.testing.assert_allclose(got.residual, activations.T @ residual, rtol=1e-5, atol=1e-4)
+            assert float(got.residual_energy) == pytest.approx(np.square(residual).sum(), rel=1e-5, abs=1e-3)
+    if not targeted:
+        later = second.finish().held_out
+        assert later is not None
+        assert later.num_rows == held_out[cut:].sum()
 
 
 def test_bfloat16_rows_are_summed_in_float32() -> None:
