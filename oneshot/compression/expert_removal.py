@@ -3,6 +3,8 @@
 After it the layer is routed otherwise, so the statistics of the experts that stay are taken again (`experts`).
 """
 
+import logging
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -14,8 +16,11 @@ from oneshot.errors import CheckpointError
 from oneshot.stream import Layer, Routing, States
 from oneshot.tensors import Tensors
 
+logger = logging.getLogger(__name__)
+
 TOKENS_TOGETHER = 4096  # whose effects are summed at once
 GATE_TOLERANCE = 2e-2  # of 16-bit gates
+NAMED_EXPERTS = 8
 
 
 def measure_effects(task: SublayerTask, states: States, current: Layer) -> ExpertSums:
@@ -120,6 +125,25 @@ def keep_experts(task: SublayerTask, tensors: Tensors, sums: ExpertSums) -> tupl
 
     kept = task.shared(choose)
     return cut(tensors, _mixer(task).axes(task.shape), {"experts": kept}), kept
+
+
+def warn_of_removed(task: SublayerTask, kept: torch.Tensor, sums: ExpertSums) -> None:
+    """Warn of removed experts that the text says little or nothing about, by their numbers in the input."""
+    removed = sorted(set(range(len(sums.tokens))).difference(kept.tolist()))
+    tokens = {expert: int(rows) for expert, rows in enumerate(sums.tokens.tolist())}
+    rare = [expert for expert in removed if tokens[expert] < task.dense_units]
+    if rare:
+        logger.warning(
+            "Layer %d: %d of the %d removed experts (%s) got fewer calibration tokens than their %d neurons, and "
+            "%d none, so text of another kind may need them; give text of every kind that the model is for.",
+            *(task.number, len(rare), len(removed), named_experts(rare), task.dense_units),
+            sum(not tokens[expert] for expert in rare),
+        )
+
+
+def named_experts(experts: Sequence[int]) -> str:
+    """Return the numbers of experts, the first ones of many."""
+    return ", ".join(map(str, experts[:NAMED_EXPERTS])) + (", …" if len(experts) > NAMED_EXPERTS else "")
 
 
 def _mixer(task: SublayerTask) -> Experts:

@@ -6,7 +6,6 @@ stays as it is. A shared expert whose width is a multiple of the others' shrinks
 """
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 
@@ -15,8 +14,7 @@ import torch
 from oneshot.architecture import Experts, ExpertSizes, cut
 from oneshot.compression.branch_norm import MixtureNorms
 from oneshot.compression.expert_correction import ExpertFactors, correct_group, joined
-from oneshot.compression.expert_removal import keep_experts, measure_effects
-from oneshot.compression.expert_scores import ExpertSums
+from oneshot.compression.expert_removal import keep_experts, measure_effects, named_experts, warn_of_removed
 from oneshot.compression.expert_statistics import ExpertAccumulator, ExpertStatistics, squared_gates
 from oneshot.compression.statistics import GramAccumulator, damping_of
 from oneshot.compression.sublayer import LayerWork, Reduction, SublayerTask
@@ -29,8 +27,6 @@ from oneshot.stream import DensePass, Layer, Routing, States
 from oneshot.tensors import Tensors
 
 logger = logging.getLogger(__name__)
-
-NAMED_EXPERTS = 8
 
 
 @dataclass(frozen=True)
@@ -146,7 +142,7 @@ class ExpertsTask(SublayerTask):
         """Remove whole experts by their effects on the text."""
         sums = measure_effects(self, states, current)
         work.working, kept = keep_experts(self, work.working, sums)
-        self.warn_of_removed(kept, sums)
+        warn_of_removed(self, kept, sums)
         work.reports.append(SublayerReport("experts", len(sums.tokens), self.kept.num_experts or 0))
 
     def measure(
@@ -303,24 +299,6 @@ class ExpertsTask(SublayerTask):
                 "corrections are weak; give more --num-sequences.",
                 *(self.number, len(rare), len(tokens), named_experts(rare), self.dense_units),
             )
-
-    def warn_of_removed(self, kept: torch.Tensor, sums: ExpertSums) -> None:
-        """Warn of removed experts that the text says little or nothing about, by their numbers in the input."""
-        removed = sorted(set(range(len(sums.tokens))).difference(kept.tolist()))
-        tokens = {expert: int(rows) for expert, rows in enumerate(sums.tokens.tolist())}
-        rare = [expert for expert in removed if tokens[expert] < self.dense_units]
-        if rare:
-            logger.warning(
-                "Layer %d: %d of the %d removed experts (%s) got fewer calibration tokens than their %d neurons, and "
-                "%d none, so text of another kind may need them; give text of every kind that the model is for.",
-                *(self.number, len(rare), len(removed), named_experts(rare), self.dense_units),
-                sum(not tokens[expert] for expert in rare),
-            )
-
-
-def named_experts(experts: Sequence[int]) -> str:
-    """Return the numbers of experts, the first ones of many."""
-    return ", ".join(map(str, experts[:NAMED_EXPERTS])) + (", …" if len(experts) > NAMED_EXPERTS else "")
 
 
 def _row_energy(gate_up: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from oneshot.checkpoint.quantisation import Quantisation
 from oneshot.compression.curvature import Curvature
 from oneshot.compression.experts import ExpertsTask
 from oneshot.compression.fold import confine
-from oneshot.compression.layer_folder import fold_layer
+from oneshot.compression.layer_folder import fold_layer, on_host
 from oneshot.compression.layer_reports import input_reports, left_out_reports, relative_error, sublayer_report
 from oneshot.compression.overflow import naming_the_layer, warn_of_overflow
 from oneshot.compression.rounding import round_others
@@ -144,7 +144,10 @@ class LayerCompressor:
             else:
                 self._by_text(layer, uploaded, work, tasks, self._states)
         warn_of_overflow(self._layers_before + layer, work.reports, uploaded)
-        folded, working = self._fold(layer, tensors, uploaded, work, tasks)
+        left_out = [task.sublayer for task in tasks if task.is_left_out]
+        folded = fold_layer(self._model, self._grid, self._subspaces, layer, work, left_out)
+        like = tensors[f"{self._model.family.stack_of(layer).token_mixer.out}.weight"]
+        folded, working = on_host(tensors, uploaded, folded, work.working, like.dtype)
         scales = to_host(work.scales)
         if self._quantisation is not None:
             folded = round_others(self._quantisation, self._model.family.stack_of(layer), folded, scales)
@@ -274,35 +277,6 @@ class LayerCompressor:
             after = self._subspaces.basis(stack.position(layer, index + 1))
             confined = confine(confined, sublayer.writer, after)
         return confined
-
-    def _fold(
-        self,
-        layer: int,
-        tensors: Tensors,
-        uploaded: Tensors,
-        work: LayerWork,
-        tasks: list[SublayerTask],
-    ) -> tuple[Tensors, Tensors]:
-        """Return what the checkpoint stores of a layer, and what the stream passed, on the host.
-
-        Tensors that did not change since they were uploaded are the input's.
-        """
-        left_out = [task.sublayer for task in tasks if task.is_left_out]
-        working = work.working
-        folded = fold_layer(self._model, self._grid, self._subspaces, layer, work, left_out)
-        like = tensors[f"{self._model.family.stack_of(layer).token_mixer.out}.weight"]
-        folded = {
-            name: tensor.to(tensors.get(name, like).dtype) if tensor.is_floating_point() else tensor
-            for name, tensor in folded.items()
-        }
-        host = {id(tensor): tensors[name] for name, tensor in uploaded.items()}
-        changed = {id(tensor): tensor for tensor in (*folded.values(), *working.values()) if id(tensor) not in host}
-        copies = to_host({str(key): tensor for key, tensor in changed.items()})
-        host |= {key: copies[str(key)] for key in changed}
-        return (
-            {name: host[id(tensor)] for name, tensor in folded.items()},
-            {name: host[id(tensor)] for name, tensor in working.items()},
-        )
 
     def _input_reports(
         self, layer: int, dense: Layer | None = None, states: States | None = None

@@ -12,6 +12,7 @@ from oneshot.compression.inner_heads import fold_inner
 from oneshot.compression.ranks import fold_ranks
 from oneshot.compression.sublayer import LayerWork
 from oneshot.compression.subspaces import StreamSubspaces
+from oneshot.machine.transfer import to_host
 from oneshot.planning import Grid
 from oneshot.tensors import Tensors
 
@@ -60,3 +61,25 @@ def _memory_reading(model: Model, subspaces: StreamSubspaces, stack: Stack) -> t
     encoder = model.family.stack
     gamma = model.read_final_norm(encoder)["weight"]
     return gamma, subspaces.basis(encoder.position(stack.first_layer))
+
+
+def on_host(
+    tensors: Tensors, uploaded: Tensors, folded: Tensors, working: Tensors, dtype: torch.dtype
+) -> tuple[Tensors, Tensors]:
+    """Return the folded layer in the dtypes that the checkpoint stores, and the `working` one, on the host.
+
+    Tensors that did not change since `tensors` were `uploaded` are the input's. `dtype`: of weights that the input does
+    not have.
+    """
+    folded = {
+        name: tensor.to(tensors[name].dtype if name in tensors else dtype) if tensor.is_floating_point() else tensor
+        for name, tensor in folded.items()
+    }
+    host = {id(tensor): tensors[name] for name, tensor in uploaded.items()}
+    changed = {id(tensor): tensor for tensor in (*folded.values(), *working.values()) if id(tensor) not in host}
+    copies = to_host({str(key): tensor for key, tensor in changed.items()})
+    host |= {key: copies[str(key)] for key in changed}
+    return (
+        {name: host[id(tensor)] for name, tensor in folded.items()},
+        {name: host[id(tensor)] for name, tensor in working.items()},
+    )

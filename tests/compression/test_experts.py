@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from oneshot.architecture import Experts
 from oneshot.checkpoint import Model, open_model
 from oneshot.compression.expert_correction import ExpertFactors
-from oneshot.compression.expert_removal import add_effects_
+from oneshot.compression.expert_removal import add_effects_, warn_of_removed
 from oneshot.compression.expert_scores import ExpertSelector, ExpertSums, Routed, outputs_of
 from oneshot.compression.expert_statistics import ExpertAccumulator, ExpertStatistics
 from oneshot.compression.experts import ExpertsTask, MeasuredExperts
@@ -264,13 +264,13 @@ def test_removed_experts_that_the_text_does_not_know_are_told(
     sums = ExpertSums(EXPERTS)
     sums.tokens += torch.tensor([400, 0, WIDTH - 1, WIDTH])
     task = task_of(model, tmp_path)
-    task.warn_of_removed(torch.tensor([0]), sums)
+    warn_of_removed(task, torch.tensor([0]), sums)
     assert (
         "Layer 0: 2 of the 3 removed experts (1, 2) got fewer calibration tokens than their 32 neurons, and 1 none"
         in (caplog.text)
     )
     caplog.clear()
-    task.warn_of_removed(torch.tensor([0, 1, 2]), sums)
+    warn_of_removed(task, torch.tensor([0, 1, 2]), sums)
     assert not caplog.text
 
 

@@ -112,7 +112,7 @@ def meter(monkeypatch: pytest.MonkeyPatch) -> Meter:
         return torch.argsort(chosen.flatten()), torch.empty(count, dtype=torch.int64, device=META)
 
     monkeypatch.setattr("oneshot.stream.placement._in_order", in_order)
-    monkeypatch.setattr("oneshot.compression.layer.to_host", lambda tensors: tensors)
+    monkeypatch.setattr("oneshot.compression.layer_folder.to_host", lambda tensors: tensors)
     monkeypatch.setattr("oneshot.compression.expert_correction.solved_together", lambda *_: 1)  # as on a CPU
     monkeypatch.setattr("oneshot.stream.layers.Template", template)
     monkeypatch.setattr("torch.nn.functional.scaled_dot_product_attention", attend)
