@@ -90,6 +90,7 @@ def _finished_of(config: Config, run: Run) -> Config:
 def _scale_of(config: Config) -> float | None:
     """Return the measured scale of a finished result of the same target, perhaps of other options."""
     target = (reported(output_folder(config.output), "config") or {}).get("target")  # the job says if it is damaged
-    scale = target.get("loss_scale") if isinstance(target, dict) else None
-    same = isinstance(scale, float) and target.get("max_loss") == config.target.max_loss
-    return scale if same else None
+    if not isinstance(target, dict) or target.get("max_loss") != config.target.max_loss:
+        return None
+    scale = target.get("loss_scale")
+    return scale if isinstance(scale, float) else None

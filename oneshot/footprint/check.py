@@ -83,7 +83,7 @@ def _gguf_bytes(gguf: GgufCheckpoint) -> float:
 def check_seconds(work: Work, rates: Rates) -> float:
     """Return the seconds of the check of a result, in which two models score windows and answer a question."""
     forward, layers = operations_of_token(work, rates), work.shape.num_hidden_layers
-    head = 2 * work.shape.vocab_size * work.shape.hidden_size
+    head = work.head_operations
     scored = num_windows(work.text.num_sequences) * min(work.text.sequence_length, LONGEST_WINDOW)
     scored += NUM_KINDS * TOKENS_OF_A_KIND
     answered = ANSWER_TOKENS * (STEP_SECONDS * layers if rates.on_device else 0.0)

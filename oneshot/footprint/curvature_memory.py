@@ -38,11 +38,10 @@ def _graph(work: Work) -> Term:
         work.batch_tokens // length, length, shape.num_attention_heads, work.device, work.holds_scores
     )
     tokens = together * length
-    heads = shape.num_attention_heads * shape.head_dim
     floats = FLOATS_OF_HIDDEN + work.grid.family.stack.norms_inside * FLOATS_OF_NORMS_INSIDE
     floats = floats * shape.hidden_size + 3 * shape.query_key_width
     floats += OF_CARRIED * max((one.width for one in shape.carried), default=0)
-    numbers = OF_HEADS * heads + OF_HIDDEN * shape.hidden_size + OF_LENT * shape.lent
+    numbers = OF_HEADS * work.heads_width + OF_HIDDEN * shape.hidden_size + OF_LENT * shape.lent
     if shape.experts is None:
         numbers += OF_NEURONS * shape.intermediate_size
     needed: float = tokens * (work.dtype.itemsize * numbers + FLOAT * floats)

@@ -35,7 +35,7 @@ class _Layer:
         shape, self.hidden, self.width = work.shape, work.shape.hidden_size, work.shape.intermediate_size
         outside_ffn = expert_memory.share_outside(work)
         self.share = 1 - (1 - kept / self.width) * (1 - outside_ffn)
-        self.heads = shape.num_attention_heads * shape.head_dim + shape.output_bias
+        self.heads = work.heads_width + shape.output_bias
         self.size, self.kept_size = self.width + shape.mlp_bias, kept + shape.mlp_bias
         slices, removes_experts = work.schedule.finds_subspaces, work.schedule.removes_experts
         reshapes = work.method.reduces_heads or work.reshapes_heads or work.method.plans_ranks or removes_experts

@@ -14,7 +14,7 @@ Terms = tuple[Term, ...]
 def profile_stages(work: Work) -> list[Stage]:
     """Return the stages of the profile's dense pass; each layer adds probes."""
     shape, length, kinds = work.shape, work.text.sequence_length, work.schedule.profiled_kinds
-    heads, experts = shape.num_attention_heads * shape.head_dim, expert_memory.as_profiled(work)
+    heads, experts = work.heads_width, expert_memory.as_profiled(work)
     count = num_probes(kinds, shape.num_hidden_layers, work.predicts_divergences)
     number = probe_sequences(work.text.num_sequences) * length * work.dtype.itemsize
     # the dense states before and behind each sublayer and its sum, and the moving probe's states; keys and values

@@ -108,9 +108,7 @@ def _own_text(work: Work, rates: Rates) -> float:
         return 0.0
     if not rates.on_device:
         documents = min(work.documents_together, math.ceil(written / DOCUMENT_TOKENS))  # each step reads all weights
-        passes = written * (
-            layers * operations_of_token(work, rates) + 2 * work.shape.vocab_size * work.shape.hidden_size
-        )
+        passes = written * (layers * operations_of_token(work, rates) + work.head_operations)
         return (BATCHED_STEP_FACTOR + STEP_FACTOR / documents) * passes / rates.stream
     steps = math.ceil(written / DOCUMENT_TOKENS / work.documents_together) * DOCUMENT_TOKENS
     return steps * layers * max(STEP_SECONDS, work.shape.layer_parameters() * work.dtype.itemsize / rates.bandwidth)
@@ -120,15 +118,14 @@ def _curvature(work: Work, forward: float, rates: Rates, store: Store) -> Second
     """Return the seconds of the pass forward and back that measures output curvature."""
     shape, layers = work.shape, work.shape.num_hidden_layers
     tokens = min(curvature_tokens(work.num_tokens), work.num_tokens)
-    head = tokens * shape.vocab_size * shape.hidden_size
     grams = sum(_gram(size, tokens) for size in work.curvature_sizes)
     numbers = sum(size**2 for size in work.curvature_sizes) / 2
-    added = math.ceil(tokens / work.batch_tokens) * SUMMED_BYTES * numbers / rates.bandwidth
+    added = _added(work, tokens, numbers, rates)
     seconds = {
         "forward": layers * tokens * forward / rates.stream,
         "backward": 2 * layers * tokens * forward / rates.stream,  # forward again, then back to activations alone
         "sums": layers * (grams / rates.energies + added),
-        "output head": 6 * head / rates.energies,
+        "output head": 3 * tokens * work.head_operations / rates.energies,
     }
     if rates.on_device:
         copied = 2 * layers * work.layer_bytes + 4 * (store != "device") * sum(work.curvature_store_bytes)
@@ -150,12 +147,12 @@ def _profile(work: Work, forward: float, rates: Rates) -> Seconds:
     # all groups of experts have a pass, and all but the last another one
     groups = num_groups(as_profiled(work)) if profiles(work) else 1
     passes, summed = 2 * groups - 1, 2 - 1 / groups
-    columns = (not {"heads", "inner"}.isdisjoint(kinds)) * [_heads(work)]
-    columns += ("rank" in kinds) * [_heads(work), shape.hidden_size, shape.hidden_size]
+    columns = (not {"heads", "inner"}.isdisjoint(kinds)) * [work.heads_width]
+    columns += ("rank" in kinds) * [work.heads_width, shape.hidden_size, shape.hidden_size]
     grams = summed * passed * _gram(size, read) + sum(_gram(count, read) for count in columns)
-    logits = 2 * length * shape.vocab_size * shape.hidden_size / rates.energies
+    logits = length * work.head_operations / rates.energies
     numbers = (summed * ffns * size**2 + sum(count**2 for count in columns)) / 2
-    added = math.ceil(read / work.batch_tokens) * SUMMED_BYTES * numbers / rates.bandwidth
+    added = _added(work, read, numbers, rates)
     seconds = {
         "forward": layers * (passes * read + probes) * forward / rates.stream,
         "sums": layers * (grams / rates.sums + added),
@@ -196,7 +193,7 @@ def _layer_seconds(work: Work, kept: float, forward: float, rates: Rates, store:
         seconds["forward"] += tokens * (moves * forward + (share + 3 * again) * product) / rates.stream
         seconds["sums"] += (passed * _gram(size, tokens) + tokens * share * product) / rates.sums
         numbers = ffns * (size**2 / 2 + share * size * hidden)
-        seconds["sums"] += math.ceil(tokens / work.batch_tokens) * SUMMED_BYTES * numbers / rates.bandwidth
+        seconds["sums"] += _added(work, tokens, numbers, rates)
     if method.reduces_ffn:
         cost = choice_cost(work, size, kept, method.ffn)
         chosen = cost.sketch_pivots * (rates.pivot_seconds or 0.0) + cost.operations / rates.double
@@ -218,10 +215,10 @@ def _layer_seconds(work: Work, kept: float, forward: float, rates: Rates, store:
         seconds["up_proj"] += (2 * kept**3 / 3 + 2 * (2 + steps) * kept**2 * hidden) / rates.double
     if method.plans_ranks:
         read = tokens / batches_apart(tokens, hidden)
-        grams = 2 * _gram(hidden, read) + _gram(_heads(work), read)
+        grams = 2 * _gram(hidden, read) + _gram(work.heads_width, read)
         seconds["ranks"] += read * forward / rates.stream + grams / rates.sums + _low_rank(work, rates)
     if work.quantises:
-        columns = 2 * hidden + _heads(work) + size
+        columns = 2 * hidden + work.heads_width + size
         seconds["rounding"] += columns * ROUND_SECONDS + 2 * shape.layer_parameters() * hidden / rates.double
     if schedule.finds_subspaces:
         seconds["solve"] += 6 * hidden * shape.layer_parameters() / rates.double
@@ -255,7 +252,7 @@ def operations_of_token(work: Work, rates: Rates) -> float:
     """Return the operations of a token in a layer; of a device's experts, also as many as their copies take."""
     shape = work.shape
     parameters = shape.layer_parameters() if shape.experts is None else shape.active_parameters()
-    operations = 2 * parameters + 2 * work.text.sequence_length * _heads(work)
+    operations = 2 * parameters + 2 * work.text.sequence_length * work.heads_width
     if shape.experts is None or not rates.on_device:
         return operations
     rows = shape.experts.per_token * (shape.hidden_size + shape.intermediate_size) * work.dtype.itemsize
@@ -285,8 +282,9 @@ def _condition(work: Work, size: float) -> float:
     return 2 * CONDITION_STEPS * SOLVE_SECONDS * size / together
 
 
-def _heads(work: Work) -> int:
-    return work.shape.num_attention_heads * work.shape.head_dim
+def _added(work: Work, tokens: int, numbers: float, rates: Rates) -> float:
+    """Return the seconds in which products of every batch are added to sums of so many numbers."""
+    return math.ceil(tokens / work.batch_tokens) * SUMMED_BYTES * numbers / rates.bandwidth
 
 
 def _gram(size: int, tokens: float) -> float:

@@ -246,7 +246,7 @@ def correction(work: Work, size: int, kept: int, *, residual: bool) -> Term:
 def directions(work: Work) -> Term:
     """Return the working memory of the principal directions of a linear, and of its factors."""
     shape = work.shape
-    size = max(shape.hidden_size, shape.num_attention_heads * shape.head_dim)
+    size = max(shape.hidden_size, work.heads_width)
     rows = max(shape.intermediate_size, (shape.num_attention_heads + shape.num_key_value_heads) * shape.head_dim)
     metric = (FLOAT + DOUBLE) * shape.query_key_width**2 * work.schedule.weighs_output
     return computed(DOUBLE * (6 * size * size + 3 * rows * size) + metric)

@@ -100,6 +100,16 @@ class Work:
         return self.text.num_tokens
 
     @property
+    def heads_width(self) -> int:
+        """Return the outputs of all heads of a layer, which the output projection reads."""
+        return self.shape.num_attention_heads * self.shape.head_dim
+
+    @property
+    def head_operations(self) -> int:
+        """Return the operations of the output head for a token."""
+        return 2 * self.shape.vocab_size * self.shape.hidden_size
+
+    @property
     def hidden(self) -> HiddenPlan | None:
         """Return the plan of a narrower residual stream."""
         return None if self.plan is None else self.plan.hidden
