@@ -51,7 +51,8 @@ def display(name: str, value: Any) -> str:
 
 def check_values(record: Any) -> None:
     """Raise `ConfigError` if a field of a dataclass has a value of another type, or a word outside its vocabulary."""
-    for name, kinds in _kinds_of_fields(type(record)).items():
+    record_class: Any = type(record)
+    for name, kinds in _kinds_of_fields(record_class).items():
         value = getattr(record, name)
         words = [kind for kind in kinds if isinstance(kind, str)]
         if isinstance(value, str) and words and value not in words:

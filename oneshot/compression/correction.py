@@ -127,7 +127,7 @@ def best_shrinkage(
 ) -> float:
     """Return the largest of `SHRINKAGES` with about the least error on the held-out rows, solved without them.
 
-    Its error there is at most that without a correction, and that of one which takes the sums as they are. The largest,
+    Its error there is at most the one without a correction, and the one with the sums as they are. The largest,
     because other text is farther from the text than its held-out part. The error is of the sublayer's own output, in
     `DIRECTIONS` random directions if it has more coordinates.
 

@@ -45,7 +45,7 @@ class MeasuredExperts:
 
 
 class SharedExpertTask(FeedForwardTask):
-    """The shared expert of a mixture, which all tokens pass; with few of them its ridge grows as that of the others."""
+    """The shared expert of a mixture, which all tokens pass; with few of them its ridge grows as the others' do."""
 
     def shrinkage(self, num_columns: int, num_rows: int) -> float:
         return 0.0

@@ -161,7 +161,7 @@ class _Layer:
 
 
 def _finished(work: Work, size: int, *, residual: bool, neurons: bool = False) -> tuple[Term, ...]:
-    """Return the `gram`; if held-out tokens say how much is corrected, also those of the slice and of the rest.
+    """Return the `gram`; if held-out tokens say how much is corrected, also the Grams of the slice and the rest.
 
     Of neurons also the Gram as it is shrunk.
     """
