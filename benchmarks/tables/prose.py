@@ -45,7 +45,7 @@ def little_text() -> str:
     """Return the scores of the stock form at −20 % from 4,096 tokens: as they are, and with shrinkage, by seed."""
     pairs = dict[int, dict[bool, Row]]()
     for row in read_rows("little_text"):
-        if row["calibration_tokens"] == 4096 and row["dtype"] == "bfloat16":
+        if (row["calibration"], row["calibration_tokens"], row["dtype"]) == ("general.jsonl", 4096, "bfloat16"):
             pairs.setdefault(row["seed"], {})[row["shrinks"]] = row
     complete = [pairs[seed] for seed in sorted(pairs) if len(pairs[seed]) == 2]
     found = {
