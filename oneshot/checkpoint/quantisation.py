@@ -71,7 +71,7 @@ class Quantisation:
         """Return the nearest weights that can be stored; `steps` are scales, which are broadcast to the weights."""
         from compressed_tensors.quantization import fake_quantize
 
-        rounded: torch.Tensor = fake_quantize(weight, steps, None, self._by_step)  # type: ignore[arg-type]
+        rounded: torch.Tensor = fake_quantize(weight, steps, None, self._by_step)
         return rounded
 
     def steps(self, scales: torch.Tensor) -> torch.Tensor:
