@@ -72,10 +72,10 @@ class Profile:
             (`embedding.range_errors`); the sum over ranges is one at rank 0; infinite for a forbidden rank.
         embedding_sensitivity: `(1,)`: the divergence if only the embedding is reduced, per unit of these errors.
         origin: the model, the text and the settings that it was measured with.
-        expert_order: `(layers, E)`: experts from the most to the least needed, and `expert_order_errors`: what is lost,
-            in the unit of `expert_errors`, if only those before each stay; zeros as there. All three are empty in
-            profiles of older versions.
-        expert_tokens: `(layers, E)`: tokens of the profile's text that every expert got.
+        expert_order: `(layers, E)`: experts from the most to the least needed; empty in profiles of older versions.
+        expert_order_errors: `(layers, E)`: what is lost, in the unit of `expert_errors`, if only the experts before
+            each stay; zeros as there, and empty as `expert_order`.
+        expert_tokens: `(layers, E)`: tokens of the profile's text that every expert got; empty as `expert_order`.
     """
 
     ffn_errors: torch.Tensor

@@ -83,7 +83,7 @@ def test_warnings_name_arguments_and_are_seen(
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     monkeypatch.setattr(logging.getLogger("oneshot"), "handlers", [listener] * has_logging)
     text = ["Words of a text in memory, which is long enough."] * 40
-    result = oneshot.compress(make_checkpoint(), tmp_path / "out", calibration=text, **FEW)
+    result = oneshot.compress(make_checkpoint(), tmp_path / "out", calibration=text, **FEW | {"sparsity": 0.1})
     (few,) = result.report.warnings
     assert "such as num_sequences=16 of 16 tokens each" in few
     assert heard == [few] * has_logging

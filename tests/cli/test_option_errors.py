@@ -31,10 +31,6 @@ def test_sparsity_out_of_range(sparsity: str, make_checkpoint: MakeCheckpoint, f
         ({"settings": ["damping=-1"]}, ("--set damping=-1", "0 or more")),
         ({"settings": ["damping=nan"]}, ("--set damping=nan", "0 or more")),
         ({"settings": ["damping=much"]}, ("--set damping=much", "a number or auto")),
-        (
-            {"settings": ["damping=auto"], "batch_size": 1000},
-            ("--set damping=auto", "--num-sequences", "--batch-size"),
-        ),
         ({"num_sequences": 0}, ("--num-sequences",)),
         ({"sequence_length": 1}, ("--sequence-length",)),
         ({"batch_size": 0}, ("--batch-size",)),

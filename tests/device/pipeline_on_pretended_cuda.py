@@ -123,7 +123,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {"family": "qwen3", "tied": True, "head_dim": 8},
     "mistral": {"family": "mistral", "sliding_window": 8},
     "mixture": {"family": "qwen3_moe", "head_dim": 8, "num_experts": 8, "num_experts_per_tok": 2, **NARROW},
-    "twice the experts": {"family": "qwen3_moe", "head_dim": 8, "num_experts": 16, "num_experts_per_tok": 2, **NARROW},
+    "twice the experts": {"family": "qwen3_moe", "head_dim": 8, "num_experts": 16, "num_experts_per_tok": 4, **NARROW},
     "shared experts": {"family": "glm4_moe", "head_dim": 8, "n_routed_experts": 4, "n_shared_experts": 1, **GLM},
     "norms inside": {"family": "gemma3_text", "head_dim": 8},
     "hybrid": {"family": "lfm2", "layer_types": ["conv", "full_attention"]},
@@ -132,14 +132,16 @@ MODELS: dict[str, dict[str, Any]] = {
 PER_LAYER = {"form": "per-layer"}
 WHOLE = {"ranks": "none"}
 LONG = {"sequence_length": 128, "batch_size": 4}
+ENOUGH = {"num_sequences": 32}  # 16 tokens for each neuron; with fewer held-out tokens choose how much is corrected
 
 # name -> (model, options)
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
-    "oneshot": ("llama", {}),
-    "oneshot, twice the neurons": ("wide", {"num_sequences": 32}),  # with fewer tokens no dense stream would pass
-    "oneshot, twice the batches": ("llama", {"num_sequences": 32}),
-    "oneshot, twice the tokens": ("llama", {"sequence_length": 64}),
-    "oneshot, a layer more": ("deep", {}),
+    "oneshot": ("llama", ENOUGH),
+    "oneshot, twice the neurons": ("wide", {"num_sequences": 64}),
+    "oneshot, twice the batches": ("llama", {"num_sequences": 64}),
+    "oneshot, twice the tokens": ("llama", ENOUGH | {"sequence_length": 64}),
+    "oneshot, a layer more": ("deep", ENOUGH),
+    "oneshot, little text": ("llama", {}),
     "oneshot, biases": ("biased", {"dtype": "float32"}),
     "oneshot, qwen3": ("qwen3", {}),
     "oneshot, a window": ("mistral", {}),
@@ -176,8 +178,8 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "smaller queries and keys": ("llama", PER_LAYER | {"query_key_size": 4}),
     "smaller queries and keys, opt": ("opt", PER_LAYER | {"query_key_size": 4}),
     "planned sizes inside heads": ("llama", PER_LAYER | {"inner_sizes": "sensitivity"}),
-    "experts": ("mixture", {}),
-    "twice the experts": ("twice the experts", {}),
+    "experts": ("mixture", {"sequence_length": 128}),  # more tokens for each expert than neurons
+    "twice the experts": ("twice the experts", {"sequence_length": 128}),
     "whole experts": ("shared experts", {"experts": "reap", "num_experts": 3, "sparsity": 0.3}),
     "experts by a profile": ("mixture", PER_LAYER | {"experts": "effects", "sparsity": 0.3}),
     "norms inside": ("norms inside", PER_LAYER | {"num_sequences": 8}),

@@ -297,9 +297,9 @@ def test_no_sequence_is_read_twice_from_a_source_that_is_named_twice(
         assert run.text.source == calibration
         rows = {tuple(row) for row in run.text.token_ids.tolist()}
         assert len(rows) == 8
-        assert run.written_text is not None
-        assert run.written_text.num_sequences == 2
-        written = {tuple(row) for row in run.written_text.token_ids.tolist()}
+        assert run.saved_text is not None
+        written = {tuple(row) for row in run.saved_text["token_ids"]}
+        assert len(run.saved_text["token_ids"]) == 2
         assert written < rows
 
 
