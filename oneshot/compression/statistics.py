@@ -15,6 +15,7 @@ from oneshot.selection import Moments
 
 HELD_OUT_ROWS, HELD_OUT_EVERY = 32, 9  # rows of a block, and blocks: no usual length of sequences is a multiple
 TOKENS_PER_COLUMN = 16  # that suffice for the principal directions of a Gram
+LITTLE_TEXT = 32_768  # tokens; with more nothing was measured, and a held-out slice takes the memory of two more Grams
 TOKENS_OF_PRIOR = 5  # for a column, as which the diagonal counts against what different columns have in common
 
 
@@ -215,8 +216,11 @@ def shrinkage_of(num_columns: int, num_rows: float) -> float:
     """Return about the share of what different columns of so many rows have in common that is chance, from 0 to 1.
 
     Products of different columns vary from text to text; between few tokens most of them are chance, while the squares
-    on the diagonal are not (docs/recipes/oneshot.md#little-text). It is 0 from `TOKENS_PER_COLUMN`.
+    on the diagonal are not (docs/recipes/oneshot.md#little-text). It is 0 from `TOKENS_PER_COLUMN`, and of more than
+    `LITTLE_TEXT` rows.
     """
+    if num_rows > LITTLE_TEXT:
+        return 0.0
     tokens = min(num_rows / num_columns, TOKENS_PER_COLUMN)
     return TOKENS_OF_PRIOR * (1 - tokens / TOKENS_PER_COLUMN) / (TOKENS_OF_PRIOR + tokens)
 

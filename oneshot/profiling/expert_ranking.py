@@ -1,8 +1,8 @@
 """The experts of every layer from the most to the least needed, as JSON lines for servers that remove them at load."""
 
-import json
 from collections.abc import Sequence
 
+from oneshot.json_text import json_text
 from oneshot.planning import Profile
 
 SCORE = (
@@ -33,5 +33,6 @@ def ranking_lines(profile: Profile) -> Sequence[str]:
         order = profile.expert_order[layer].long()
         scores = profile.expert_sensitivity[layer] * profile.expert_order_errors[layer]
         line = {"layer": layer, "experts": order.tolist(), "scores": scores.tolist()}
-        lines.append(json.dumps(line | {"tokens": tokens[order].long().tolist(), "measured": measured}))
+        line |= {"tokens": tokens[order].long().tolist(), "measured": measured}
+        lines.append(json_text(line, indent=None))
     return lines
