@@ -42,11 +42,36 @@ class LowRank:
         return pages + ITEM_BYTES["F64"] * in_float64
 
 
-def multiplied(parts: Sequence[LowRank], shapes: Shapes, dtypes: Mapping[str, str]) -> QuantisedWeight:
-    """Return the matrix whose rows these parts have, one after the other; it is rounded once to its stored dtype."""
+def multiplied(
+    parts: Sequence[LowRank], shapes: Shapes, dtypes: Mapping[str, str], quantised: Mapping[str, QuantisedWeight]
+) -> QuantisedWeight:
+    """Return the matrix whose rows these parts have, one after the other; it is rounded once to its stored dtype.
+
+    `quantised`: weights by name; those of the parts are dequantised before.
+    """
     size = sum(shapes[part.columns][0] for part in parts), parts[0].width(shapes)
-    names = {name: name for part in parts for name in part.names}
-    return QuantisedWeight(names, size, dtypes[parts[0].columns], partial(_whole, parts, size))
+    names, inner = dict[str, str](), dict[str, QuantisedWeight]()
+    for name in (name for part in parts for name in part.names):
+        if name in quantised:
+            inner[name] = quantised[name]
+            names |= {f"{name} {role}": file for role, file in quantised[name].parts.items()}
+        else:
+            names[name] = name
+    return QuantisedWeight(names, size, dtypes[parts[0].columns], partial(_dequantised, inner, parts, size))
+
+
+def _dequantised(
+    inner: Mapping[str, QuantisedWeight],
+    parts: Sequence[LowRank],
+    size: tuple[int, int],
+    tensors: Mapping[str, torch.Tensor],
+) -> torch.Tensor:
+    """Return the matrix as `_whole`, of which some tensors are quantised."""
+    values = {
+        name: weight.values({role: tensors[f"{name} {role}"] for role in weight.parts})
+        for name, weight in inner.items()
+    }
+    return _whole(parts, size, {**tensors, **values})
 
 
 def _whole(parts: Sequence[LowRank], size: tuple[int, int], tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:

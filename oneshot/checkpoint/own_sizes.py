@@ -206,7 +206,7 @@ def _multiplied(source: Checkpoint, config: dict[str, Any], stated: StackShape, 
             f"{stated.stored_parameters():,}; give an unmodified result."
         )
     shapes, dtypes = source.shapes, source.dtypes
-    matrices = {name: multiplied(of_one, shapes, dtypes) for name, of_one in parts_of.items()}
+    matrices = {name: multiplied(of_one, shapes, dtypes, source.quantised.weights) for name, of_one in parts_of.items()}
     beside_bytes = max((part.bytes_beside(shapes, dtypes) for part in parts), default=0)
     view = source.multiplying(matrices, names, stated, beside_bytes)
     view.config = config

@@ -17,7 +17,7 @@ from torch import nn
 pytest.importorskip("compressed_tensors", reason="the extra `compressed`")
 from transformers import AutoModelForCausalLM
 
-from oneshot.checkpoint import Checkpoint
+from oneshot.checkpoint import Checkpoint, identify
 from oneshot.errors import ConfigError, PlanError
 from oneshot.evaluation import load_model
 from oneshot.pipeline import compress, predict
@@ -59,7 +59,8 @@ def test_transformers_opens_what_was_written(
     plain: Callable[[Path, Path], Path],
     tmp_path: Path,
 ) -> None:
-    config = make_config(make_checkpoint(**SIZES | model), form=form, quantise=name, sparsity=0.3)
+    options = {"serve": "group=32"} if form == "per-layer" else {}  # there are ranks in such groups
+    config = make_config(make_checkpoint(**SIZES | model), form=form, quantise=name, sparsity=0.3, **options)
     report, folder = compress(config), Path(config.output)
     opened = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     dequantised, own = (
@@ -78,6 +79,11 @@ def test_transformers_opens_what_was_written(
         torch.testing.assert_close(read, weights[f"model.layers.{linear}.weight"], rtol=1e-6, atol=0)
     if name == "w4a16":
         torch.testing.assert_close(logits, expected)
+    assert any(stored.endswith(".columns") for stored in Checkpoint(folder).shapes) == (form == "per-layer")
+    for number in range(2):  # as an input, whose matrices of low rank are multiplied out
+        layer, expected_layer = (identify(Checkpoint(one)).read_layer(number) for one in (folder, tmp_path / "plain"))
+        assert layer.keys() == expected_layer.keys()
+        assert all(torch.equal(tensor, expected_layer[tensor_name]) for tensor_name, tensor in layer.items())
     stated = json.loads((folder / "config.json").read_text())["quantization_config"]
     assert "lm_head" in stated["ignore"]
     assert report.stored_parameters["compressed"] == Checkpoint(folder).num_parameters
@@ -97,6 +103,7 @@ def test_bytes_are_known_before(make_checkpoint: MakeCheckpoint, make_config: Ma
     header = int.from_bytes(written.read_bytes()[:8], "little") + 8
     assert report.footprint.result_bytes == written.stat().st_size - header
     assert predict(config).result_bytes == report.footprint.result_bytes
+    assert "compressed-tensors" in report.versions  # which a run that continues another one compares
 
 
 def test_what_is_folded_at_the_end_is_rounded_to_the_nearest(
@@ -138,6 +145,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"serve": "engine=mlx"}, "MLX does not open"),
     ({"family": "gemma3_text", "head_dim": 16}, {"serve": "engine=vllm", "form": "per-layer"}, "add --form stock"),
     ({}, {"serve": "group=48"}, "groups of 48 do not divide"),
+    ({}, {"keep": ("layers.0.mlp.*",), "form": "per-layer"}, "--keep of layers and --quantise do not go together"),
 ]
 
 
