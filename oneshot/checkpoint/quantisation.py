@@ -56,9 +56,11 @@ class Quantisation:
         weights = 1.0 if importance is None else importance.double().view(groups.shape[1:])
         low, high = groups.aminmax(dim=-1)
         best = least = None
+        limits = torch.finfo(self.dtype)  # rows of small weights have scales below float16's normal numbers
+        smallest = limits.tiny * limits.eps if self.dtype == torch.float16 else limits.tiny
         for share in SHRUNK:
             scales, _ = calculate_qparams(low * share, high * share, self.scheme.weights)
-            scales = scales.to(self.dtype).clamp_min(torch.finfo(self.dtype).tiny).double()  # also of zeros
+            scales = scales.to(self.dtype).clamp_min(smallest).double()  # also of zeros
             errors = (weights * (self.nearest(groups, scales.unsqueeze(-1)) - groups).square()).sum(-1)
             if best is None or least is None:
                 best, least = scales, errors

@@ -12,11 +12,12 @@ from oneshot.checkpoint.compressed_tensors import SCALE
 from oneshot.checkpoint.quantisation import Quantisation, refuse_without_package
 from oneshot.compression.rounding import quantised_weights
 from oneshot.config import Config, QuantiseName, SaveDtype
-from oneshot.errors import PlanError
+from oneshot.errors import ConfigError, PlanError
 from oneshot.export.companions import empty_model
 from oneshot.export.forms import Form
 from oneshot.export.resized import ResizedForm
 from oneshot.export.saving import SAVED_DTYPES, cast
+from oneshot.planning import Grid
 from oneshot.serving import ENGINES, Serving
 from oneshot.tensors import Tensors
 
@@ -135,4 +136,13 @@ def refuse_quantised_form(form: Form, model: Model, serving: Serving) -> None:
         raise PlanError(
             f"vLLM's plugin has no quantised linears for the layers of {model.family.model_type}; add --form stock, or "
             "leave --quantise out."
+        )
+
+
+def refuse_quantising_kept(grid: Grid) -> None:
+    """Raise `ConfigError` for layers that `--keep` says stay as they are: their linears would be rounded."""
+    if grid.kept.attention or grid.kept.ffn:
+        raise ConfigError(
+            "--keep of layers and --quantise do not go together, because that rounds the linears of every layer; leave "
+            "one out, or keep embed_tokens alone."
         )

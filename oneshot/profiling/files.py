@@ -54,6 +54,7 @@ def save_profile(
         content |= {} if written is None else {"written": written}
         if curvature is not None and _has_room(parent, curvature, folder):
             shutil.move(curvature.folder, partial / CURVATURE)
+            (partial / CURVATURE).chmod(0o755)  # as the profile's folder: temporary ones are their owner's alone
             content[CURVATURE] = {path.name: checksum(path) for path in sorted((partial / CURVATURE).iterdir())}
         write_sealed(partial / ORIGIN, content)
         for name, text in ({} if beside is None else beside).items():
@@ -160,9 +161,10 @@ def refuse_other(
     config_hash: str,
     token_hash: str,
     curvature: str,
+    head_unit: str,
     log: ReadLog | None,
 ) -> None:
-    """Raise `ProfileError` if the profile was made of another model or text, or with another `curvature`.
+    """Raise `ProfileError` if the profile is of another model or text, or has another `curvature` or `head_unit`.
 
     `log`: of the tensors that this process reads; each is compared with what the profile was made of, now or later.
     """
@@ -176,6 +178,12 @@ def refuse_other(
         raise ProfileError(
             f"The profile {folder} was made with --set curvature={profile.origin.curvature}, but this run has "
             f"curvature={curvature}; make a profile with --set curvature={curvature}."
+        )
+    if profile.origin.head_unit != head_unit:
+        raise ProfileError(
+            f"The profile {folder} has what heads cost by head_unit={profile.origin.head_unit}, but this run has "
+            f"head_unit={head_unit}; add --set head_unit={profile.origin.head_unit}, or make a profile with --set "
+            f"head_unit={head_unit}."
         )
     if profile.origin.token_hash != token_hash:
         raise ProfileError(

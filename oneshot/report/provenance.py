@@ -11,7 +11,18 @@ import torch
 
 from oneshot.version import __version__
 
-PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "datasets", "scipy", "numpy", "gguf", "triton")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "datasets",
+    "scipy",
+    "numpy",
+    "gguf",
+    "triton",
+    "compressed-tensors",
+)
 PROCESSORS = Path("/proc/cpuinfo")
 
 

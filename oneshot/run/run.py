@@ -15,11 +15,16 @@ from oneshot.compression import Curvature
 from oneshot.config import Config, Target
 from oneshot.errors import PlanError
 from oneshot.export import coordinates
-from oneshot.export.quantised import quantisation_of, refuse_quantised_form, refuse_quantising
+from oneshot.export.quantised import (
+    quantisation_of,
+    refuse_quantised_form,
+    refuse_quantising,
+    refuse_quantising_kept,
+)
 from oneshot.export.served import reason_against_ranks
 from oneshot.machine import DtypeChoice, Machine, join_workers, resolve_device
 from oneshot.machine.memory import release_heap, reset_peak
-from oneshot.planning import Profile, with_groups
+from oneshot.planning import Profile, removed_unit, with_groups
 from oneshot.profiling import (
     Timings,
     curvature_of_profile,
@@ -110,6 +115,8 @@ class Run:
             self.model = self.model.with_ffn_biases()
         self.further = Further(self.model, self.form)
         self.grid = grid_of(self.form, self.model, config.target)
+        if config.quantise is not None:
+            refuse_quantising_kept(self.grid)
         self.method = settled_method(config, self.grid)
         reason = reason_against_ranks(config.target.serving, self.form, self.model)
         if self.method.plans_ranks and reason is not None:
@@ -227,6 +234,7 @@ class Run:
                     config_hash=config_hash(self.model.checkpoint.folder),
                     token_hash=self.text.token_hash,
                     curvature=self.method.curvature,
+                    head_unit=removed_unit(self.method, self.model.shape),
                     log=self.model.checkpoint.log,
                 )
         return self._profile

@@ -109,3 +109,15 @@ def test_zeros_and_tiny_weights_stay_finite(dtype: torch.dtype) -> None:
     assert bool((found.scales > 0).all())
     assert bool(found.weight.isfinite().all())
     assert all(bool(one.isfinite().all()) for one in scheme.packed("q", found.weight, found.scales).values())
+
+
+def test_small_weights_in_float16_are_rounded_as_finely_as_others() -> None:
+    """Their scales are below float16's normal numbers."""
+    weight = torch.randn(16, 32)
+    for name in ("w8a8", "fp8"):
+        scheme = Quantisation(name, 0, torch.float16)
+        lost = [
+            float((rounded(size * weight, torch.eye(32), 100, scheme).weight / size - weight).norm())
+            for size in (1.0, 1e-3)
+        ]
+        assert lost[1] < 1.2 * lost[0], name

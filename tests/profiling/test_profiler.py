@@ -302,6 +302,8 @@ def test_profiles_of_another_model_or_text_are_refused(
         compress(make_config(make_checkpoint(tied=False), **options))
     with pytest.raises(ProfileError, match="another calibration text"):
         compress(make_config(Path(config.checkpoint), **options, calibration=str(other_text_file)))
+    with pytest.raises(ProfileError, match="by head_unit=query-head, but this run has head_unit=kv-group"):
+        compress(make_config(Path(config.checkpoint), **options, heads="id", head_unit="kv-group"))
     (Path(config.output) / "profile.safetensors").write_bytes(b"cut")
     with pytest.raises(ProfileError, match="not a readable profile"):
         compress(make_config(Path(config.checkpoint), **options))
@@ -350,6 +352,8 @@ def test_a_plan_from_a_profile_does_not_measure_the_curvature_again(
         full.setattr("oneshot.profiling.files.shutil", usage)
         profile(make_config(checkpoint, **options | {"sparsity": 0.0}, output=without))
     assert f"{without} is written without the output curvature, 0.0 GB" in caplog.text
+    modes = {(tmp_path / "whole" / name).stat().st_mode & 0o777 for name in (".", "curvature")}
+    assert modes == {0o755}, "others may read a profile"
     stored = []
     for name, further in (("within", {}), ("again", {"profile": without})):
         compress(make_config(checkpoint, **options, **further, output=str(tmp_path / name)))
