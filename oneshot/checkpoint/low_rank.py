@@ -47,7 +47,7 @@ def multiplied(
 ) -> QuantisedWeight:
     """Return the matrix whose rows these parts have, one after the other; it is rounded once to its stored dtype.
 
-    `quantised`: weights by name; those of the parts are dequantised before.
+    `quantised`: weights by name, which are dequantised before if a part has them.
     """
     size = sum(shapes[part.columns][0] for part in parts), parts[0].width(shapes)
     names, inner = dict[str, str](), dict[str, QuantisedWeight]()
