@@ -112,6 +112,8 @@ def best_damping(
 
     Arguments as in `correct`; `statistics` has `held_out`. The error is `‖Y − A W'ᵀ‖` of the sublayer's output."""
     fitted, held_out = _apart(statistics)
+    if not fitted.num_rows:  # of one block, nothing says what a correction does to other text
+        return DAMPINGS[-1]
 
     def error(damping: float) -> float:
         factors = correct(
@@ -134,6 +136,8 @@ def best_shrinkage(
     Arguments as in `correct`; `statistics` has `held_out`. Cost: a factorisation for every share that is tried.
     """
     fitted, held_out = (replace(one, residual=None) for one in _apart(statistics))
+    if not fitted.num_rows:  # as there
+        return SHRINKAGES[-1]
     dense = weight.double()
     if len(dense) > DIRECTIONS:
         signs = torch.randint(0, 2, (DIRECTIONS, len(dense)), generator=torch.Generator().manual_seed(0))

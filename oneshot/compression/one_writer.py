@@ -246,7 +246,7 @@ class OneWriterTask(SublayerTask, ABC):
         """Return the sums of what a writer `weight (d, n)` reads."""
         device, (output_size, size) = self.machine.device, weight.shape
         target_size = output_size if self.follows_dense else None
-        if self.holds_out(size, states.num_tokens):
+        if self.holds_out(size, states.stack_tokens):
             return SplitAccumulator(size, output_size=target_size, device=device, row_offset=states.first_row)
         return GramAccumulator(size, output_size=target_size, device=device)
 

@@ -49,7 +49,7 @@ def round_factors(task: SublayerTask, work: LayerWork, factors: Factors, statist
 
 def _round_(task: SublayerTask, work: LayerWork, states: States, linears: Sequence[str], gram: torch.Tensor) -> None:
     """Round linears that read the same, in one process for all."""
-    num_tokens = states.num_tokens / task.every(states)
+    num_tokens = states.stack_tokens / task.every(states)
     quantisation, mixer, ranks = task.quantisation, task.sublayer.mixer, work.ranks.get(task.index, {})
     assert quantisation is not None
     found = task.shared(lambda: round_linears(mixer, linears, work.working, ranks, gram, num_tokens, quantisation))

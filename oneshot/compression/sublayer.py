@@ -238,7 +238,7 @@ class SublayerTask:
 
     def every(self, states: States) -> int:
         """Return n if each n-th batch is read for ranks, and for rounding."""
-        return batches_apart(states.num_tokens, self.shape.hidden_size)
+        return batches_apart(states.stack_tokens, self.shape.hidden_size)
 
     def shared(self, solve: Callable[[], Solution]) -> Solution:
         """Return what one worker solves, on the device of each."""

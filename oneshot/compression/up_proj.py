@@ -21,7 +21,7 @@ UP_BATCHES = 2  # one of so many batches corrects `up_proj`
 def batches_apart(task: SublayerTask, states: States) -> int:
     """Return n if every n-th batch corrects `up_proj`; 1 if fewer batches had too few tokens for the neurons."""
     needed = TOKENS_PER_NEURON * task.num_columns
-    return UP_BATCHES if states.num_tokens >= UP_BATCHES * needed else 1
+    return UP_BATCHES if states.stack_tokens >= UP_BATCHES * needed else 1
 
 
 def up_passes(task: SublayerTask, states: States) -> float:
@@ -38,7 +38,7 @@ def correct_up(task: SublayerTask, tensors: Tensors, folded: Tensors, states: St
     # 1. Steps of `up_proj` towards the target.
     mixer = task.stack.ffn
     dense, machine = states.dense_layer(task.layer, tensors), task.machine
-    share = task.residual_weight(task.num_columns, round(states.num_tokens * states.dense_share))
+    share = task.residual_weight(task.num_columns, round(states.stack_tokens * states.dense_share))
     step = up_proj_step(
         states,
         task.index,

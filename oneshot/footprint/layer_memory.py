@@ -180,7 +180,8 @@ def _summed(work: Work, size: int, *, residual: bool, neurons: bool = False) -> 
 
 def _are_few(work: Work, size: int) -> bool:
     """Return whether tokens are so few that what neurons share is partly chance."""
-    return shrinks(work.method) and shrinkage_of(size, work.num_tokens) > 0
+    tokens = 0 if work.grid.family.decoder is not None else work.num_tokens  # of two stacks each has any part
+    return shrinks(work.method) and shrinkage_of(size, tokens) > 0
 
 
 def _sketch(work: Work, itemsize: int = FLOAT) -> Term:

@@ -20,6 +20,7 @@ from oneshot.machine.durable import seal
 from oneshot.planning import (
     LEAST_SHARE,
     MANY_NEURONS,
+    MEASURED_SHARE,
     expected_of_equal_layers,
     expected_of_own_sizes,
     least_share,
@@ -31,7 +32,17 @@ from oneshot.planning import (
 )
 from oneshot.report.card import REPORT_NAME
 from oneshot.report.records import Footprint, Report
-from oneshot.run import SAVED_TEXT, SAVED_TIMINGS, Run, better_form, budget_of, file_bytes, footprint_of, stages_of
+from oneshot.run import (
+    SAVED_TEXT,
+    SAVED_TIMINGS,
+    Run,
+    better_form,
+    budget_of,
+    file_bytes,
+    footprint_of,
+    grid_of,
+    stages_of,
+)
 from oneshot.schedule import Schedule, make_schedule
 from oneshot.tensors import Tensors
 
@@ -166,16 +177,27 @@ class Job:
         better = better_form(run.config, run.model, run.form) if neurons > MANY_NEURONS else None
         if better is None:
             return
-        kept = run.grid.stack(self.plan).stored_parameters() / run.dense.stored_parameters()
+        share = 1 - run.grid.stack(self.plan).stored_parameters() / run.dense.stored_parameters()
+        if not grid_of(better, run.model, run.config.target).ranks_embedding:  # as in no model that was measured
+            known = "which also shrinks other linears, usually loses less"
+        elif share > MEASURED_SHARE:
+            known = (
+                "which also shrinks other linears and the embedding, has lost much less at every measured size, up to "
+                f"{MEASURED_SHARE:.0%}"
+            )
+        else:
+            known = (
+                "which also shrinks other linears and the embedding, has lost less than "
+                f"{expected_of_own_sizes(share):.1f} times at this size"
+            )
         logger.warning(
             "In the %s form this size takes %.0f %% of all FFN neurons, so expect about %.1f times the original's "
-            "perplexity; --form %s, which also shrinks other linears and the embedding, has lost less than %.1f times "
-            "at this size.",
+            "perplexity; --form %s, %s.",
             run.form.name,
             100 * neurons,
             expected_of_equal_layers(neurons),
             better.name,
-            expected_of_own_sizes(1 - kept),
+            known,
         )
 
     def refuse_unserved(self) -> None:

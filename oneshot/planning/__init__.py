@@ -9,6 +9,7 @@ from oneshot.planning.curves import Profile, ProfileOrigin
 from oneshot.planning.damages import Damages, predicted_damage, profiled_damages
 from oneshot.planning.expected import (
     MANY_NEURONS,
+    MEASURED_SHARE,
     expected_of_equal_layers,
     expected_of_own_sizes,
     removed_neurons,
@@ -32,6 +33,7 @@ __all__ = [
     "LEAST_SHARE",
     "LEFT_OUT",
     "MANY_NEURONS",
+    "MEASURED_SHARE",
     "Budget",
     "Damages",
     "Grid",

@@ -74,10 +74,10 @@ class MixtureVerdict:
 
     @property
     def cheaper(self) -> Cheaper | None:
-        """Return what is cheaper at every size, or equal; None if it depends on the size."""
+        """Return what is cheaper at every size, or equal; None if it depends on the size, or without any."""
         found = {size.cheaper for size in self.sizes} - {"equal"}
         if not found:
-            return "equal"
+            return "equal" if self.sizes else None
         return found.pop() if len(found) == 1 else None
 
 

@@ -52,6 +52,10 @@ def _sentences(verdict: MixtureVerdict) -> list[str]:
 
 
 def _cheaper(verdict: MixtureVerdict) -> str:
+    if not verdict.sizes:
+        return (
+            "Narrower experts are not compared with fewer ones, because they meet no size that a layer with fewer has."
+        )
     if verdict.cheaper == "equal":
         return "Narrower and fewer experts are predicted to lose the same at equal stored size."
     if verdict.cheaper is not None:
@@ -60,7 +64,7 @@ def _cheaper(verdict: MixtureVerdict) -> str:
         return f"{name} experts are predicted to lose less at every stored size ({option})."
     turns = [size for size in verdict.sizes if size.cheaper != "equal"]
     turn = next(size for size in turns if size.cheaper != turns[0].cheaper)
-    if turns[-1].cheaper == turns[0].cheaper:
+    if any(size.cheaper == turns[0].cheaper for size in turns[turns.index(turn) :]):
         return "Whether narrower or fewer experts are predicted to lose less changes more than once with the size."
     return (
         f"At equal stored size {turns[0].cheaper} experts are predicted to lose less, but {turn.cheaper} ones from "
@@ -70,9 +74,9 @@ def _cheaper(verdict: MixtureVerdict) -> str:
 
 def _allowed(rise: str, shares: dict[str, float]) -> str:
     """Return how much may go for an allowed rise of the perplexity."""
+    narrower, fewer = (f"−{shares[way]:.1%}" if shares[way] else "nothing" for way in ("narrower", "fewer"))
     return (
-        f"For a perplexity of +{float(rise):.0%} at most, −{shares['narrower']:.1%} may go by narrower experts, or "
-        f"−{shares['fewer']:.1%} by fewer."
+        f"For a perplexity of +{float(rise):.0%} at most, {narrower} may go by narrower experts, or {fewer} by fewer."
     )
 
 

@@ -39,10 +39,11 @@ class States:
         compressed_norm: makes the compressed stream's norm of the embeddings from the dense one; None for the same.
 
     Attributes:
-        stack: the stack that the states are in. num_tokens: tokens of all workers.
+        stack: the stack that the states are in. num_tokens: tokens of all workers, a decoder's included. stack_tokens:
+            tokens of all workers in this stack.
         dense_share: the share of all tokens that the dense stream has.
         part: this worker's sequences of the whole text. first_batch, first_row: indices in it of the first batch and of
-            the first token of the part.
+            the first token of the part, in this stack.
         passes: how many passes over the text make a layer; `advance` receives tokens divided by it.
     """
 
@@ -63,7 +64,9 @@ class States:
         own, sizes = everywhere[share], [len(batch.token_ids) for batch in everywhere]
         self.part = slice(sum(sizes[: share.start]), sum(sizes[: share.stop]))
         self.machine, self.num_tokens = machine, text.num_tokens
-        self.first_batch, self.first_row = share.start, own[0].rows.start if own else 0
+        self.first_batch = share.start
+        self.first_row, self.stack_tokens = _rows(own, everywhere)
+        self._rows_of_decoder = _rows(_of_decoder(own), _of_decoder(everywhere))
         self.builder, self._longest = LayerBuilder(model, machine, text.longest), text.longest
         self.passes, self.advance = 1.0, advance
         self._model, self.stack = model, model.family.stack
@@ -103,6 +106,7 @@ class States:
         source_tokens = num_rows(self._batches)
         self.stack = self._model.family.last_stack
         self._batches = _of_decoder(self._batches)
+        self.first_row, self.stack_tokens = self._rows_of_decoder
         self._progress *= source_tokens / max(1, num_rows(self._batches))
         embedding = self._model.read_embedding()
         for stream in (self._compressed, self._dense):
@@ -278,6 +282,11 @@ def _read(store: ActivationStore, batch: Batch) -> torch.Tensor:
 
 def _of_decoder(batches: Iterable[Batch]) -> list[Batch]:
     return [batch.decoder for batch in batches if batch.decoder is not None]
+
+
+def _rows(own: Sequence[Batch], everywhere: Sequence[Batch]) -> tuple[int, int]:
+    """Return the index of a worker's first row among the rows of all workers, and the number of these rows."""
+    return own[0].rows.start if own else 0, num_rows(everywhere)
 
 
 def _num_tokens(batches: Iterable[Batch]) -> int:

@@ -245,6 +245,16 @@ def test_held_out_rows_say_how_much_is_corrected(seed: int, tokens: int, mixing:
         assert error(chosen) <= 1.01 * min(error(share) for share in SHRINKAGES if share <= chosen) * (1 + 1e-6)
 
 
+def test_text_of_one_block_is_corrected_with_care(caplog: pytest.LogCaptureFixture) -> None:
+    """All of it is held out, so nothing says what a correction does to other text."""
+    activations, weight, kept, _ = problem(0)
+    whole = exact_statistics(activations)
+    all_held_out = replace(whole, held_out=whole)
+    assert best_shrinkage(torch.from_numpy(weight), kept, all_held_out, damping=0.03) == SHRINKAGES[-1]
+    assert best_damping(torch.from_numpy(weight), kept, all_held_out, correction="same-layer") == DAMPINGS[-1]
+    assert not caplog.messages
+
+
 def test_no_correction_keeps_the_columns_unchanged() -> None:
     activations, weight, kept_columns, _ = problem(1)
     factors = correct(

@@ -26,6 +26,7 @@ from t5_models import (
 
 from oneshot.checkpoint import Model, open_model
 from oneshot.compression import LayerCompressor
+from oneshot.compression.one_writer import OneWriterTask
 from oneshot.config import Config
 from oneshot.errors import CalibrationError, CheckpointError, OneshotError
 from oneshot.machine import Workers
@@ -171,6 +172,11 @@ def test_workers_have_parts_of_the_streams(dense_every: int, model: Model, tmp_p
         for states in (*shares, whole):
             if number == ENCODER_LAYERS:
                 states.enter_decoder()
+            text = padded_text() if number < ENCODER_LAYERS else padded_text().decoder
+            assert text is not None
+            assert text.lengths is not None
+            assert states.stack_tokens == text.lengths.sum()
+            assert states.first_row == text.lengths[: states.part.start].sum()
             layer, dense = (build(number, model.read_layer(number)) for build in (states.layer, states.dense_layer))
             states.defer(layer_step(layer))
             states.defer_dense(layer_step(dense))
@@ -309,6 +315,23 @@ def test_the_stream_equals_the_stored_model(
         target = after[0] - before[1]  # from the compressed stream to the dense one
         measured = float((after[1] - after[0]).norm() / target.norm())
         assert layer.sublayers[0].measured_error == pytest.approx(measured, rel=1e-3)
+
+
+def test_little_text_is_what_a_stack_reads(
+    tied_folder: Path, make_config: MakeConfig, pairs: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sources and targets together are enough tokens for a neuron, and the tokens of each stack are not."""
+    few: list[bool] = []
+    stock_way = OneWriterTask.correct
+
+    def observed(self: OneWriterTask, weight: torch.Tensor, columns: torch.Tensor, sums: Any) -> Any:
+        few.append(self.shrinkage(weight.shape[1], sums.num_rows) > 0)
+        assert (sums.held_out is not None) == few[-1]
+        return stock_way(self, weight, columns, sums)
+
+    monkeypatch.setattr(OneWriterTask, "correct", observed)
+    compress(small_run(make_config, tied_folder, calibration=pairs, sparsity=0.1, num_sequences=36))
+    assert few == [True] * NUM_LAYERS
 
 
 @pytest.mark.parametrize(

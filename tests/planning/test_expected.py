@@ -61,3 +61,28 @@ def test_narrow_equal_layers_are_told_before_the_work(
     told = [message for message in caplog.messages if "of all FFN neurons" in message]
     assert bool(told) == is_told
     assert not told or "--form per-layer" in told[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "sparsity", "said"),
+    [
+        (
+            {"tied": True},
+            0.35,
+            "other linears and the embedding, has lost much less at every measured size, up to 30%.",
+        ),
+        ({}, 0.2, "--form per-layer, which also shrinks other linears, usually loses less."),
+    ],
+    ids=("beyond what was measured", "an output head of its own"),
+)
+def test_of_the_better_form_only_what_is_known_is_told(
+    make_checkpoint: MakeCheckpoint,
+    make_config: MakeConfig,
+    caplog: pytest.LogCaptureFixture,
+    model: dict[str, Any],
+    sparsity: float,
+    said: str,
+) -> None:
+    predict(make_config(make_checkpoint(**model), form="stock", sparsity=sparsity))
+    [told] = [message for message in caplog.messages if "of all FFN neurons" in message]
+    assert said in told

@@ -19,9 +19,10 @@ from oneshot.export.stock import StockForm
 from oneshot.linalg.expert_sets import removal_order
 from oneshot.pipeline import compress, profile
 from oneshot.planning import Profile, mixture_verdict, profiled_damages
-from oneshot.planning.mixture import MixtureSize
+from oneshot.planning.mixture import MixtureSize, MixtureVerdict
 from oneshot.profiling import load_profile, ranking_lines
 from oneshot.profiling.expert_counts import expert_order
+from oneshot.report.mixture import verdict_record
 
 OPTIONS = CASES["qwen3_moe"].options | {"num_experts": 6}
 
@@ -104,6 +105,28 @@ def test_what_is_cheaper_has_a_margin() -> None:
     assert size.cheaper == "fewer"
     assert replace(size, fewer=0.3).cheaper == "narrower"
     assert replace(size, fewer=0.199).cheaper == "equal"
+
+
+@pytest.mark.parametrize(
+    ("cheaper", "said"),
+    [
+        ("", "not compared"),
+        ("==", "lose the same"),
+        ("n=n", "Narrower experts are predicted to lose less at every stored size"),
+        ("nff", "narrower experts are predicted to lose less, but fewer ones from −20% on"),
+        ("nfn", "more than once"),
+        ("nfnf", "more than once"),
+    ],
+)
+def test_what_is_cheaper_is_said_of_all_sizes(cheaper: str, said: str) -> None:
+    losses = {"n": (0.2, 0.1), "f": (0.1, 0.2), "=": (0.1, 0.1)}
+    sizes = tuple(
+        MixtureSize(0.1 * number, 9 - number, 40.0 - number, *losses[one]) for number, one in enumerate(cheaper, 1)
+    )
+    verdict = MixtureVerdict(9, 2, 40, sizes, {"0.01": {"narrower": 0.0, "fewer": 0.2}}, unseen=0, routed=18)
+    first, second, *_ = verdict_record(verdict)["sentences"]
+    assert said in first
+    assert "nothing may go by narrower experts, or −20.0% by fewer." in second
 
 
 def test_the_order_of_the_experts_has_a_line_for_each_layer(made: tuple[Path, Profile, Any, str]) -> None:
