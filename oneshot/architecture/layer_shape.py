@@ -129,11 +129,14 @@ class LayerShape:
         norms += (self.num_buckets + self.sinks) * self.num_attention_heads
         normed_heads = (self.num_attention_heads + self.num_key_value_heads) if self.norms_all_heads else 2
         norms += normed_heads * self.query_key_size * self.query_key_norms * attends
+        return self.linear_parameters() + norms + self.indices()
+
+    def indices(self) -> int:
+        """Return how many of the stored parameters are indices, int64: orders of columns, and rotary pairs."""
         orders = self.rotary_selected * self.num_key_value_heads * self.query_key_size // 2
         orders += (self.query_key_rank > 0) * self.hidden_size
         orders += (self.output_rank > 0) * self.num_attention_heads * self.value_size
-        orders += ((self.gate_rank > 0) + (self.up_rank > 0)) * self.middle_size
-        return self.linear_parameters() + norms + orders
+        return orders + ((self.gate_rank > 0) + (self.up_rank > 0)) * self.middle_size
 
     def key_value_size(self) -> int:
         """Return the values that one token takes in the layer's KV cache, and one of the source in cross-attention."""

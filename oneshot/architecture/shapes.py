@@ -58,6 +58,11 @@ class StackShape:
         """Return the stored parameters of the layers."""
         return sum(layer.parameters() for layer in self.layers)
 
+    def indices(self) -> int:
+        """Return how many of the stored parameters are indices, int64."""
+        tables = sum(table.rank < self.embedding_size for table in self.embedding)
+        return tables * self.embedding_size + sum(layer.indices() for layer in self.layers)
+
     def stored_parameters(self) -> int:
         """Return the stored parameters of everything."""
         embeddings = self._table_parameters() + (self.num_positions + self.num_token_types) * self.embedding_size

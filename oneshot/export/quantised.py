@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 from oneshot.architecture import Attention, FeedForward, LayerShape, Stack, StackShape
@@ -57,10 +58,10 @@ def empty_scales(quantisation: Quantisation, stack: Stack, tensors: Tensors) -> 
 def quantised_bytes(quantisation: Quantisation, stack: StackShape) -> int:
     """Return the bytes of weight files of a model of these sizes, without their headers."""
     sizes = [size for layer in stack.layers for size in linears_of(layer)]
-    others = stack.stored_parameters() - sum(outputs * inputs for outputs, inputs in sizes)
+    others = stack.stored_parameters() - stack.indices() - sum(outputs * inputs for outputs, inputs in sizes)
     counted = ((count, *size) for size, count in Counter(sizes).items())
     linears = sum(count * quantisation.linear_bytes(*size) for count, *size in counted)
-    return others * quantisation.dtype.itemsize + linears
+    return others * quantisation.dtype.itemsize + torch.int64.itemsize * stack.indices() + linears
 
 
 def linears_of(layer: LayerShape) -> Iterator[tuple[int, int]]:

@@ -3,6 +3,8 @@
 import math
 from pathlib import Path
 
+import torch
+
 from oneshot.architecture import StackShape
 from oneshot.config import Target
 from oneshot.errors import PlanError
@@ -49,6 +51,7 @@ def _file_budget(run: Run, size_bytes: int) -> Budget:
     def measure(stack: StackShape) -> float:
         if quantisation is not None:
             return headers + further + quantised_bytes(quantisation, stack)
-        return headers + further + whole - narrowest * (dense - stack.stored_parameters())
+        indices = (torch.int64.itemsize - narrowest) * stack.indices()
+        return headers + further + whole + indices - narrowest * (dense - stack.stored_parameters())
 
     return Budget(size_bytes, measure, "bytes", is_ceiling=True)

@@ -1,16 +1,22 @@
 """`--params` and `--max-size` are never exceeded, in any form."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from factories import MakeCheckpoint, MakeConfig
 from hypothesis import given
 from hypothesis import strategies as st
 
+from oneshot.architecture import RANKED_KINDS, TableShape
 from oneshot.checkpoint import Checkpoint
+from oneshot.export import planned_parts
 from oneshot.pipeline import compress
-from oneshot.planning import Budget
+from oneshot.planning import Budget, dense_plan, vocabulary_ranges
+from oneshot.run import budget_of, open_run
+from oneshot.run.budgets import HEADER_BYTES
 
 FORMS = ("stock", "per-layer", "nemotron-nas", "gguf")
 METHODS: dict[str, dict[str, Any]] = {
@@ -40,6 +46,24 @@ def test_bytes_are_a_ceiling(make_checkpoint: MakeCheckpoint, make_config: MakeC
     output = Path(report.config["output"])
     written = sum(path.stat().st_size for path in output.iterdir() if path.suffix in (".safetensors", ".gguf"))
     assert 0.4 * whole < written <= asked
+
+
+def test_bytes_count_the_orders_of_low_ranks(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
+    """They are of 64 bits beside weights of 16, against the tensors that a result would store."""
+    folder = make_checkpoint(hidden=512, width=512, groups=4, layers=1, tied=True, dtype=torch.bfloat16)
+    config = make_config(folder, form="per-layer", sparsity=None, size_bytes=10**7)
+    with open_run(config) as run:
+        plan = dense_plan(run.model.shape, run.method)
+        plan = replace(plan, layers=(replace(plan.layers[0], **{f"{kind}_rank": 256 for kind in RANKED_KINDS}),))
+        tables = tuple(TableShape(part.stop - part.start, 64) for part in vocabulary_ranges(run.model.shape.vocab_size))
+        stack = run.grid.stack(plan)
+        parts = planned_parts(run.form, run.model, plan, None, None, "keep")
+        stored = {name: tensor for part in parts for name, tensor in part.items()}
+        indices = sum(tensor.numel() for tensor in stored.values() if tensor.dtype == torch.int64)
+        assert stack.indices() == indices == 4 * 512
+        assert replace(stack, embedding=tables).indices() == indices + len(tables) * 512
+        headers = HEADER_BYTES * 2 * len(run.model.checkpoint.shapes)
+        assert budget_of(run, config.target).measure(stack) == headers + sum(one.nbytes for one in stored.values())
 
 
 @given(measures=st.lists(st.integers(0, 100), min_size=1, unique=True), target=st.integers(0, 100))
