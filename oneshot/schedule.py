@@ -167,7 +167,8 @@ def profile_schedule(grid: Grid, method: Method, kinds: Sequence[str] = PROBED_K
     """Return the stages of a run that only makes a profile: of `kinds` without what no form can remove."""
     if not grid.family.like_llama and grid.family.reason_against("heads") is not None:
         kinds = [kind for kind in kinds if kind != "heads"]
-    if grid.shape.experts is None or grid.family.reason_against("experts") is not None:
+    experts = grid.shape.experts
+    if experts is None or experts.all_active or grid.family.reason_against("experts") is not None:
         kinds = [kind for kind in kinds if kind != "experts"]
     if grid.family.lenders:  # no layer that lends keys and values can be left out
         kinds = [kind for kind in kinds if kind not in ("layer", "sublayer")]

@@ -27,6 +27,11 @@ class ExpertSizes:
     dense_layers: tuple[int, ...] = ()
     dense_width: int = 0
 
+    @property
+    def all_active(self) -> bool:
+        """Return whether every token passes all experts, so that none can be removed."""
+        return self.per_token >= self.count
+
     def shared(self, width: int) -> int:
         """Return the width of the shared expert beside routed ones of this width; 0 without one."""
         return self.shared_width or self.shared_count * width

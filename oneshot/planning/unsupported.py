@@ -34,6 +34,11 @@ def errors_against(grid: "Grid", method: Method, target: Target) -> list[Oneshot
     }
     reasons = [grid.family.reason_against(feature) for feature, is_asked in features.items() if is_asked]
     found += [PlanError(reason) for reason in reasons if reason is not None]
+    experts = grid.shape.experts
+    if method.reduces_experts and experts is not None and experts.all_active:
+        found.append(
+            PlanError(f"Every token passes all {experts.count} experts of a layer, so none can go; set experts=none.")
+        )
     _, heads = find_selector(method.ffn), find_selector(method.heads)
     if heads is not None and grid.family.shares_heads and not heads.shares_layers:
         found.append(

@@ -15,9 +15,10 @@ from families.cases import CASES, variants
 from oneshot.checkpoint import open_model
 from oneshot.cli.main import main
 from oneshot.compression.expert_scores import ExpertSums
+from oneshot.errors import PlanError
 from oneshot.export.stock import StockForm
 from oneshot.linalg.expert_sets import removal_order
-from oneshot.pipeline import compress, profile
+from oneshot.pipeline import compress, predict, profile
 from oneshot.planning import Profile, mixture_verdict, profiled_damages
 from oneshot.planning.mixture import MixtureSize, MixtureVerdict
 from oneshot.profiling import load_profile, ranking_lines
@@ -98,6 +99,17 @@ def test_the_verdict_is_what_plans_of_the_same_size_lose(folder: Path, made: tup
     page = (output.parent / "out" / "report.html").read_text()
     assert stated["sentences"][0] in page
     assert json.loads((output.parent / "out" / "oneshot_report.json").read_bytes())["mixture"] == stated
+
+
+def test_no_expert_goes_where_a_token_passes_all(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
+    """A profile measures the neurons alone, and a selector of experts is refused in every form."""
+    folder = make_checkpoint(**OPTIONS | {"num_experts": 2, "num_experts_per_tok": 2, "layers": 1})
+    measured = profile(make_config(folder, curvature="none", num_sequences=2))
+    assert measured.ffn_sensitivity.any()
+    assert not measured.expert_sensitivity.any()
+    for form in ("stock", "per-layer"):
+        with pytest.raises(PlanError, match="passes all 2 experts"):
+            predict(make_config(folder, experts="effects", form=form, output="out"))
 
 
 def test_what_is_cheaper_has_a_margin() -> None:
