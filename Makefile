@@ -34,9 +34,11 @@ format: setup
 	$(BIN)/ruff format oneshot oneshot_llm.py kernels benchmarks tests docs examples vllm-plugin
 	$(BIN)/ruff check --fix oneshot oneshot_llm.py kernels benchmarks tests docs examples vllm-plugin
 
+# a worker more than cores, because some tests wait for processes of their own
+WORKERS := $(shell $(PYTHON) -c 'import os; print(min(4, os.cpu_count() + 1))')
 test: export PYTHONDONTWRITEBYTECODE := # processes that tests start share what is compiled
 test: setup
-	$(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder
 
 # The lowest versions of pyproject.toml in an environment of their own, and the fast part of the suite that asks other libraries most: stock
 # classes of every family, our classes in transformers, texts and tokenizers, GGUF files, the Python interface.
