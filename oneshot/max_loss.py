@@ -16,7 +16,7 @@ from oneshot.run import Run, open_run, reported
 
 logger = logging.getLogger(__name__)
 Check = Callable[[Config, Report], Report]  # measures a result beside its original, and adds that to its report
-TOO_CAREFUL = 0.5  # of the allowed loss, below which a size is corrected, too
+TOO_CAREFUL = 0.5  # of the allowed loss, below which a size is also corrected
 
 
 def compress_within(config: Config, check: Check, *, show_progress: Shown | Tracker = False) -> Report:

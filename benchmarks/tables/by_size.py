@@ -1,6 +1,8 @@
 """Table of the loss by the size of a model: a power law through two measured models, and what it predicts of others."""
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 from harness import Row, read_rows
 
@@ -19,11 +21,13 @@ def by_size_table() -> str:
     """Return the scores of two models by form and removed share, the exponent between them, and predicted scores."""
     stock = {row["asked"]: row for row in default_curves()["stock"]}
     lines = []
-    for form in ("per-layer", "stock"):
+    measured: dict[str, tuple[Callable[[float], Row], ...]] = {  # of the small model and of the large one
+        "per-layer": (partial(default_row, SMALL), partial(default_row, LARGE)),
+        "stock": (stock.__getitem__, _stock_of_coder),
+    }
+    for form, models in measured.items():
         for size in SIZES:
-            small = default_row(SMALL, size) if form == "per-layer" else stock[size]
-            large = default_row(LARGE, size) if form == "per-layer" else _stock_of_coder(size)
-            losses = [math.log(row["score"]) for row in (small, large)]
+            losses = [math.log(row_of(size)["score"]) for row_of in models]
             exponent = -math.log(losses[1] / losses[0]) / math.log(MEASURED[LARGE] / MEASURED[SMALL])
             scores = [math.exp(losses[1] * (MEASURED[LARGE] / size) ** exponent) for size in PREDICTED.values()]
             lines.append([form, f"{size:.0%}", *(f"{math.exp(loss):.3f}" for loss in losses), f"{exponent:.2f}"])

@@ -6,7 +6,6 @@ from quality_rows import KEYS, quality_rows, varies_a_part
 
 from tables.cells import markdown, origin, rounded, score_cell, settings, standard_error
 
-LITTLE_TEXT = 32_768  # tokens
 WIKITEXT2 = "wikitext2_valid.txt"  # calibrated on what other tools are calibrated on
 
 

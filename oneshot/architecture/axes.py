@@ -40,7 +40,7 @@ def cut(
     """Return the layer whose axes have only some of their indices; tensors without these axes are the same.
 
     Args:
-        axes: of some tensors; those that the layer lacks do not count.
+        axes: the axes of tensors, also of some that the layer lacks.
         kept: int64 `(k,)`, ascending, by the name of the axis; or `(E, k)` if every expert, of which a tensor has one
             at each index of its first dimension, keeps indices of its own.
         sizes: of axes that share a dimension with one of these.

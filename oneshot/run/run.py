@@ -196,7 +196,7 @@ class Run:
         written = self._calibration.written
         return None if written is None else {"seed": self.config.seed, "token_ids": written.token_ids.tolist()}
 
-    @property
+    @cached_property  # each answer reads the profile's checksums
     def has_curvature(self) -> bool:
         """Return whether a profile is given that also has the output curvature."""
         profile = self.config.profile
