@@ -21,7 +21,7 @@ Dtype = Literal["auto", "float32", "bfloat16"]
 Kind = Literal["causal", "classification", "masked-lm", "embedding", "text-to-text", "question-answering"]
 SaveDtype = Literal["keep", "float32", "bfloat16", "float16", "q8_0"]
 
-QuantiseName = Literal["w4a16", "w8a8", "fp8"]
+QuantiseName = Literal["w4a16", "w8a8", "fp8", "nvfp4", "mxfp4"]
 
 MAX_FILE_BYTES = 5 * 10**9  # transformers' default of max_shard_size
 

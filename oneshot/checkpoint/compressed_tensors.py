@@ -20,8 +20,8 @@ from oneshot.checkpoint.quantised import (
 )
 from oneshot.errors import CheckpointError, cause
 
-NVFP4 = "nvfp4-pack-quantized"
-FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", NVFP4)
+NVFP4, MXFP4 = "nvfp4-pack-quantized", "mxfp4-pack-quantized"
+FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", NVFP4, MXFP4)
 PACKED, SCALE, ZERO, SHAPE = "weight_packed", "weight_scale", "weight_zero_point", "weight_shape"
 ROLES = (PACKED, "weight", SCALE, ZERO, SHAPE, "weight_global_scale")  # the weight's own numbers first
 ORDER = "weight_g_idx"
@@ -97,11 +97,14 @@ def _schemes(stated: Mapping[str, Any]) -> Any:
 def _shape(module: str, weights: Any, kind: str, stored: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
     """Return the shape of a weight. Raises `CheckpointError` for parts that are missing or do not fit each other."""
     own, scale = stored.get(PACKED, stored.get("weight")), stored[SCALE]
-    is_packed, strategy = kind in ("pack-quantized", NVFP4), str(getattr(weights.strategy, "value", weights.strategy))
+    is_packed, strategy = (
+        kind in ("pack-quantized", NVFP4, MXFP4),
+        str(getattr(weights.strategy, "value", weights.strategy)),
+    )
     if own is None or len(own) != 2 or is_packed != (PACKED in stored):
         raise CheckpointError(f"{module} has no matrix of weights that fits {kind}; give a complete checkpoint.")
     rows, columns = own
-    if kind == NVFP4:
+    if kind in (NVFP4, MXFP4):
         columns *= 2
     elif is_packed:
         words, columns = columns, columns * 32 // weights.num_bits

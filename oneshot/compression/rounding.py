@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from oneshot.architecture import Mixer, RankedKind, Stack
+from oneshot.architecture import Mixer, Stack
 from oneshot.checkpoint.quantisation import Quantisation
 from oneshot.compression.correction import relative
 from oneshot.compression.ranks import Factored, Ranks
@@ -93,17 +93,23 @@ def _energies(weight: torch.Tensor, gram: torch.Tensor) -> torch.Tensor:
     return ((weight.to(gram) @ gram) * weight).sum(1, dtype=torch.float64)
 
 
-def quantised_weights(stack: Stack, tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """Return the names of the weights of a layer that are quantised: of attention and FFN."""
-    linears = [linear for one in stack.sublayers for linear in (*one.readers, one.writer)]
-    return [name for linear in linears if (name := f"{linear}.weight") in tensors]
+def quantised_weights(stack: Stack, tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
+    """Return the names of the weights of a layer that are quantised, those together that read the same."""
+    groups = [linears for one in stack.sublayers for linears in (one.readers, (one.writer,))]
+    named = ([name for linear in linears if (name := f"{linear}.weight") in tensors] for linears in groups)
+    return [names for names in named if names]
 
 
 def round_others(quantisation: Quantisation, stack: Stack, tensors: Tensors, scales: Tensors) -> Tensors:
     """Return a layer as it is stored, in which linears without `scales` are rounded to the nearest, and get theirs."""
     stored = dict(tensors)
-    for name in quantised_weights(stack, tensors):
-        if name not in scales:
+    for names in quantised_weights(stack, tensors):
+        others = [name for name in names if name not in scales]
+        if others and quantisation.has_global_scale:
+            others = names  # which have one global scale
+        if others:
+            quantisation = quantisation.for_weights(tensors[name] for name in others)
+        for name in others:
             scales[name] = quantisation.scales(tensors[name])
             nearest = quantisation.nearest(tensors[name].double(), quantisation.steps(scales[name]))
             stored[name] = nearest.to(tensors[name].dtype)
@@ -154,13 +160,15 @@ def round_linears(
     Args:
         linears: names. tensors, ranks: the layer's, and the sublayer's. gram, num_tokens: see `rounded`.
     """
-    found, of_kinds = Rounded(), dict[RankedKind, Factored]()
-    for kind, names in mixer.ranked.items():
-        if kind in ranks and names[0] in linears:
-            of_kinds[kind] = ranks[kind]
-            sizes = [len(tensors[f"{name}.weight"]) for name in names]
-            found.ranks[kind] = _round_columns(found, names, sizes, ranks[kind], gram, num_tokens, quantisation)
+    found = Rounded()
+    of_kinds = {kind: ranks[kind] for kind, names in mixer.ranked.items() if kind in ranks and names[0] in linears}
     whole = [name for name in linears if not any(name in mixer.ranked[kind] for kind in of_kinds)]
+    columns = [factored.columns()[0] for factored in of_kinds.values()]
+    quantisation = quantisation.for_weights([*columns, *(tensors[f"{name}.weight"] for name in whole)])
+    for kind, factored in of_kinds.items():
+        names = mixer.ranked[kind]
+        sizes = [len(tensors[f"{name}.weight"]) for name in names]
+        found.ranks[kind] = _round_columns(found, names, sizes, factored, gram, num_tokens, quantisation)
     if whole:
         weights = [tensors[f"{name}.weight"].to(gram.device) for name in whole]
         sizes = [*map(len, weights)]

@@ -2,6 +2,8 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from oneshot.export.companions import empty_model
 from oneshot.export.forms import Form
 from oneshot.export.resized import ResizedForm
 from oneshot.export.saving import SAVED_DTYPES, cast
-from oneshot.planning import Grid
+from oneshot.planning import GROUPS_OF, Grid
 from oneshot.serving import ENGINES, Serving
 from oneshot.tensors import Tensors
 
@@ -42,17 +44,33 @@ def quantised_layer(
     """
     orders = {name: tensor for name, tensor in tensors.items() if name.endswith(ORDER)}
     of_weights, stored = form.layer(model, number, scales | orders), Tensors()
+    shared = _global_scales(quantisation, model.family.stack_of(number), scales)
+    if shared:
+        shared = form.layer(model, number, shared | orders)
     for name, tensor in form.layer(model, number, tensors).items():
         if name in of_weights and not name.endswith(ORDER):
-            stored |= quantisation.packed(name.removesuffix(WEIGHT), tensor, of_weights[name])
+            own = replace(quantisation, over=float(shared[name][0, 0])) if name in shared else quantisation
+            stored |= own.packed(name.removesuffix(WEIGHT), tensor, of_weights[name])
         else:
             stored |= cast(save_dtype, {name: tensor})
     return stored
 
 
+def _global_scales(quantisation: Quantisation, stack: Stack, scales: Tensors) -> Tensors:
+    """Return the global scale of every weight `(m, 1)`, by its name; empty without values, or for other schemes."""
+    found = Tensors()
+    for names in quantised_weights(stack, scales) if quantisation.has_global_scale else []:
+        together = [scales[name] for name in names]
+        if not together[0].is_meta:
+            over = quantisation.for_scales(together).over
+            found |= {name: one.new_full((len(one), 1), over) for name, one in zip(names, together, strict=True)}
+    return found
+
+
 def empty_scales(quantisation: Quantisation, stack: Stack, tensors: Tensors) -> Tensors:
     """Return scales without values of the quantised weights of a layer without values, by their names."""
-    return {name: quantisation.empty_scales(tensors[name]) for name in quantised_weights(stack, tensors)}
+    names = chain.from_iterable(quantised_weights(stack, tensors))
+    return {name: quantisation.empty_scales(tensors[name]) for name in names}
 
 
 def quantised_bytes(quantisation: Quantisation, stack: StackShape) -> int:
@@ -80,12 +98,22 @@ def linears_of(layer: LayerShape) -> Iterator[tuple[int, int]]:
 
 
 def quantisation_of(config: Config, model: Model) -> Quantisation | None:
-    """Return what the linears of a result become; None if they are not quantised. The target's groups are settled."""
+    """Return what the linears of a result become; None if they are not quantised. The target's groups are settled.
+
+    Raises `PlanError` for a dtype in which compressed-tensors does not read the numbers.
+    """
     if config.quantise is None:
         return None
     like = model.without_values().read_layer(0)[f"{model.family.stack.token_mixer.out}.weight"]
-    group = config.target.serving.group if config.quantise == "w4a16" else 0
-    return Quantisation(config.quantise, group, SAVED_DTYPES.get(config.save_dtype, like.dtype))
+    groups = GROUPS_OF.get(config.quantise, (0,))
+    group = groups[0] if len(groups) == 1 else config.target.serving.group
+    found = Quantisation(config.quantise, group, SAVED_DTYPES.get(config.save_dtype, like.dtype))
+    if found.scheme.weights.scale_dtype is not None and found.dtype != torch.bfloat16:
+        raise PlanError(
+            f"--quantise {config.quantise} stores numbers that compressed-tensors reads in bfloat16 alone; add "
+            "--save-dtype bfloat16."
+        )
+    return found
 
 
 def quantisation_config(

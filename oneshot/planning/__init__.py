@@ -23,13 +23,14 @@ from oneshot.planning.options import expert_counts
 from oneshot.planning.plan import LEFT_OUT, HiddenPlan, LayerPlan, Plan, dense_plan, removed_unit
 from oneshot.planning.predicted import LEAST_SHARE, predicted_curve, predicted_divergences, with_share, within_loss
 from oneshot.planning.problem import Problem
-from oneshot.planning.serving import with_groups
+from oneshot.planning.serving import GROUPS_OF, with_groups
 from oneshot.planning.sizes import least_share, make_plan, parameter_budget, reduced
 from oneshot.planning.stated import with_steps
 from oneshot.planning.unsupported import reason_against_own_sizes
 from oneshot.planning.vocabulary import smaller_tables, vocabulary_ranges
 
 __all__ = [
+    "GROUPS_OF",
     "LEAST_SHARE",
     "LEFT_OUT",
     "MANY_NEURONS",

@@ -15,6 +15,7 @@ from oneshot.serving import Serving
 
 Half = Literal["attention", "ffn"]
 SMALLER_GROUPS = (128, 64, 32, 16)  # of the kernels of quantisers
+GROUPS_OF: dict[QuantiseName, tuple[int, ...]] = {"w4a16": (128, 64, 32), "nvfp4": (16,), "mxfp4": (32,)}
 
 
 class MisfitError(PlanError):
@@ -89,18 +90,26 @@ def with_groups(target: Target, quantise: QuantiseName | None, shape: ModelShape
 
     A group that `--serve` states stays. Otherwise it is the largest that divides what the result keeps of the model.
 
-    Raises `PlanError` if none does.
+    Raises `PlanError` if none does, or if the stated one is not of whole groups of the format.
     """
-    serving = target.serving
-    if quantise != "w4a16" or serving.group > 1:
+    serving, groups = target.serving, () if quantise is None else GROUPS_OF.get(quantise, ())
+    if not groups:
+        return target
+    if serving.group > 1:
+        if len(groups) == 1 and serving.group % groups[0]:
+            raise PlanError(
+                f"--quantise {quantise} rounds weights in groups of {groups[0]} inputs, of which --serve "
+                f"group={serving.group} is not a multiple; leave group= out."
+            )
         return target
     fixed = {target.hidden_size or own.hidden_size for own in shape.distinct}
     fixed |= {own.num_attention_heads * own.head_dim for own in shape.distinct}
     fixed = (fixed | {own.intermediate_size for own in shape.distinct}) - {0}
-    group = next((group for group in SMALLER_GROUPS[:-1] if all(size % group == 0 for size in fixed)), None)
+    group = next((group for group in groups if all(size % group == 0 for size in fixed)), None)
     if group is None:
         raise PlanError(
-            "--quantise w4a16 rounds weights in groups of 32 inputs or more, which do not divide the "
-            f"{' and '.join(map(str, sorted(fixed)))} inputs of this model's linears; use --quantise w8a8."
+            f"--quantise {quantise} rounds weights in groups of {groups[-1]} inputs{' or more' * (len(groups) > 1)}, "
+            f"which do not divide the {' and '.join(map(str, sorted(fixed)))} inputs of this model's linears; use "
+            "--quantise w8a8."
         )
     return replace(target, serve=str(replace(serving, group=group)))

@@ -1,5 +1,7 @@
 """Rounding with error feedback, beside GPTQ's own update in float64, and beside rounding to the nearest."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -8,7 +10,8 @@ from oneshot.checkpoint.quantisation import PRESETS, Quantisation
 from oneshot.compression.rounding import DAMPING, TOKENS_PER_COLUMN, rounded
 
 TOKENS = 200
-SCHEMES = [Quantisation(name, 16 if name == "w4a16" else 0, torch.bfloat16) for name in PRESETS]
+GROUPS = {"w4a16": 16, "nvfp4": 16, "mxfp4": 32}
+SCHEMES = [Quantisation(name, GROUPS.get(name, 0), torch.bfloat16) for name in PRESETS]
 
 
 @pytest.fixture
@@ -38,6 +41,7 @@ def by_gptq(weight: torch.Tensor, gram: torch.Tensor, scheme: Quantisation, scal
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.name)
 def test_rounding_is_gptqs(scheme: Quantisation, inputs: torch.Tensor) -> None:
     weight, gram = torch.randn(6, 32, dtype=torch.float64), inputs.T @ inputs
+    scheme = scheme.for_weights([weight])
     found = rounded(weight, gram, TOKENS, scheme)
     feedback, nearest = by_gptq(weight, gram, scheme, found.scales), scheme.nearest(weight, scheme.steps(found.scales))
     lost, by_nearest = ((inputs @ (weight - one).T).square().sum(0) for one in (feedback, nearest))
@@ -51,6 +55,7 @@ def test_rounding_is_gptqs(scheme: Quantisation, inputs: torch.Tensor) -> None:
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.name)
 def test_feedback_loses_less_than_the_nearest(scheme: Quantisation, inputs: torch.Tensor) -> None:
     weight, gram = torch.randn(64, 32, dtype=torch.float64), inputs.T @ inputs
+    scheme = scheme.for_weights([weight])
     found = rounded(weight, gram, TOKENS, scheme)
     nearest = scheme.nearest(weight, scheme.steps(found.scales))
     lost, by_nearest = ((inputs @ (weight - one).T).square().sum(0) for one in (found.weight, nearest))
@@ -76,11 +81,12 @@ def test_stored_numbers_are_read_as_the_rounded_weight(
     from compressed_tensors.compressors import BaseCompressor
 
     weight = torch.randn(40, 32).to(dtype)
-    found = rounded(weight, inputs.T @ inputs, TOKENS, scheme)
+    found = rounded(weight, inputs.T @ inputs, TOKENS, scheme.for_weights([weight]))
+    scheme = scheme.for_scales([found.scales])
     stored = {name.rpartition(".")[2]: one for name, one in scheme.packed("q", found.weight, found.scales).items()}
     assert sum(one.nbytes for one in stored.values()) == scheme.linear_bytes(40, 32)
     compressor = BaseCompressor.get_value_from_registry(scheme.scheme.format.value)
-    exact = stored | {"weight_scale": stored["weight_scale"].float()}
+    exact = stored | ({"weight_scale": stored["weight_scale"].float()} if scheme.name not in ("nvfp4", "mxfp4") else {})
     assert torch.equal(compressor.decompress(exact, scheme.scheme)["weight"].to(dtype), found.weight)
 
 
@@ -100,15 +106,21 @@ def test_linears_that_no_token_reaches_are_rounded_to_the_nearest() -> None:
     assert torch.equal(found.weight, scheme.nearest(weight, found.scales))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_zeros_and_tiny_weights_stay_finite(dtype: torch.dtype) -> None:
-    scheme, weight = Quantisation("w4a16", 16, dtype), torch.zeros(3, 32)
-    weight[1], weight[2] = 1e-9, torch.randn(32)
+TINY = [("w4a16", dtype) for dtype in (torch.float16, torch.bfloat16, torch.float32)]
+
+
+@pytest.mark.parametrize("largest", [1.0, 0.0, 1e-30, 1e4])
+@pytest.mark.parametrize(("name", "dtype"), [*TINY, ("nvfp4", torch.bfloat16), ("mxfp4", torch.bfloat16)])
+def test_zeros_and_tiny_weights_stay_finite(name: Any, dtype: torch.dtype, largest: float) -> None:
+    weight = torch.zeros(3, 32)
+    weight[1], weight[2] = 1e-9, largest * torch.randn(32)
+    scheme = Quantisation(name, GROUPS[name], dtype).for_weights([weight])
     found = rounded(weight, torch.eye(32), 100, scheme)
+    scheme = scheme.for_scales([found.scales])
     assert bool((found.weight[0] == 0).all())
     assert bool((found.scales > 0).all())
     assert bool(found.weight.isfinite().all())
-    assert all(bool(one.isfinite().all()) for one in scheme.packed("q", found.weight, found.scales).values())
+    assert all(bool(one.float().isfinite().all()) for one in scheme.packed("q", found.weight, found.scales).values())
 
 
 def test_small_weights_in_float16_are_rounded_as_finely_as_others() -> None:

@@ -1,6 +1,7 @@
 """Results with quantised linears: opened by transformers, counted, resumed, and refused where nothing is right."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -11,6 +12,7 @@ import pytest
 import torch
 from factories import MakeCheckpoint, MakeConfig
 from interruptions import contents, stop_before, undisturbed
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
@@ -29,7 +31,11 @@ CASES = [
     ("per-layer", "w4a16", {}),
     ("per-layer", "w4a16", {"family": "gemma3_text", "head_dim": 16}),
     ("nemotron-nas", "fp8", {}),
+    ("stock", "nvfp4", {"family": "phi3", "tied": False}),  # whose linears are stored merged
+    ("per-layer", "nvfp4", {}),
+    ("per-layer", "mxfp4", {}),
 ]
+READERS = (r"layers\.0\.self_attn\.(q|k|v)", r"layers\.0\.mlp\.(gate|up)")
 
 
 @pytest.fixture(scope="module")
@@ -60,11 +66,13 @@ def test_transformers_opens_what_was_written(
     tmp_path: Path,
 ) -> None:
     options = {"serve": "group=32"} if form == "per-layer" else {}  # there are ranks in such groups
+    if name.endswith("fp4"):
+        options["save_dtype"] = "bfloat16"
     config = make_config(make_checkpoint(**SIZES | model), form=form, quantise=name, sparsity=0.3, **options)
     report, folder = compress(config), Path(config.output)
     opened = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     dequantised, own = (
-        load_model(one, device=torch.device("cpu"), dtype=torch.float32)
+        load_model(one, device=torch.device("cpu"), dtype=opened.dtype)
         for one in (plain(folder, tmp_path / "plain"), folder)
     )
     tokens = torch.randint(0, 400, (2, 20))
@@ -77,9 +85,14 @@ def test_transformers_opens_what_was_written(
     for linear in linears:  # the first pass has dequantised them
         read = opened.model.layers.get_submodule(linear).weight
         torch.testing.assert_close(read, weights[f"model.layers.{linear}.weight"], rtol=1e-6, atol=0)
-    if name == "w4a16":
+    if name.endswith(("a16", "fp4")):  # what linears read is not rounded
         torch.testing.assert_close(logits, expected)
     assert any(stored.endswith(".columns") for stored in Checkpoint(folder).shapes) == (form == "per-layer")
+    if name == "nvfp4":  # engines merge what reads the same, and take one global scale
+        with safe_open(folder / "model.safetensors", "pt") as file:
+            found = {one: float(file.get_tensor(one)) for one in file.keys() if one.endswith("global_scale")}  # noqa: SIM118
+        for readers in READERS:
+            assert len({value for one, value in found.items() if re.search(readers, one)}) == 1
     for number in range(2):  # as an input, whose matrices of low rank are multiplied out
         layer, expected_layer = (identify(Checkpoint(one)).read_layer(number) for one in (folder, tmp_path / "plain"))
         assert layer.keys() == expected_layer.keys()
@@ -106,10 +119,12 @@ def test_bytes_are_known_before(make_checkpoint: MakeCheckpoint, make_config: Ma
     assert "compressed-tensors" in report.versions  # which a run that continues another one compares
 
 
+@pytest.mark.parametrize("name", ["w4a16", "nvfp4"])
 def test_what_is_folded_at_the_end_is_rounded_to_the_nearest(
-    make_checkpoint: MakeCheckpoint, make_config: MakeConfig, plain: Callable[[Path, Path], Path], tmp_path: Path
+    name: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path
 ) -> None:
-    config = make_config(make_checkpoint(**SIZES), recipe="tcsp", hidden_size=32, quantise="w4a16")
+    options = {"save_dtype": "bfloat16", "serve": "group=32"} if name == "nvfp4" else {}
+    config = make_config(make_checkpoint(**SIZES), recipe="tcsp", hidden_size=32, quantise=name, **options)
     report = compress(config)
     assert not any(layer.rounding_errors for layer in report.layers)
     whole = make_config(
@@ -136,10 +151,14 @@ def test_a_whole_model_is_rounded_by_its_text(make_checkpoint: MakeCheckpoint, m
     assert all(len(layer.rounding_errors) == 7 for layer in report.layers)
 
 
+NVFP4 = {"quantise": "nvfp4", "save_dtype": "bfloat16"}
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"form": "gguf"}, "give --bits"),
     ({}, {"budget": "bytes"}, "give --max-size"),
     ({"hidden": 40, "width": 64}, {}, "do not divide the 40 and 64 inputs"),
+    ({"hidden": 40, "width": 64}, NVFP4, "groups of 16 inputs, which do not divide the 40 and 64 inputs"),
+    ({}, NVFP4 | {"serve": "group=24"}, "groups of 16 inputs, of which --serve group=24 is not a multiple"),
+    ({}, {"quantise": "mxfp4"}, "add --save-dtype bfloat16"),
     ({"family": "gpt2"}, {}, "linears of the class Conv1D"),
     ({"family": "qwen3_moe"}, {}, "mixtures of experts"),
     ({}, {"serve": "engine=mlx"}, "MLX does not open"),
@@ -155,7 +174,7 @@ def test_refusals(
 ) -> None:
     folder = make_checkpoint(**SIZES | model)
     with pytest.raises((ConfigError, PlanError), match=said):
-        compress(make_config(folder, quantise="w4a16", **options))
+        compress(make_config(folder, **{"quantise": "w4a16"} | options))
 
 
 def test_the_missing_package_is_named(

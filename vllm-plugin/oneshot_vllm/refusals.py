@@ -134,7 +134,8 @@ def refuse_broken_groups(parallel: ParallelConfig, config: Any) -> None:
             "The checkpoint has groups in the order of activations, which GPUs cannot share; give "
             "--tensor-parallel-size 1, or quantise with actorder='static'."
         )
-    for group in {scheme.get("group_size") or 1 for scheme in schemes if scheme.get("strategy") == "group"}:
+    grouped = [scheme for scheme in schemes if scheme.get("strategy") in ("group", "tensor_group")]
+    for group in {scheme.get("group_size") or 1 for scheme in grouped}:
         for number, layer in enumerate(config.layers):
             read = layer["output_rank"] or layer["num_attention_heads"] * layer["value_size"]
             shared = {"inputs of attention's output": read, "neurons": layer["intermediate_size"]}
