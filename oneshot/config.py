@@ -56,6 +56,8 @@ class Target:
         parameters: stored parameters to keep at most, instead of `sparsity`.
         size_bytes: bytes of the weight files at most, instead of `sparsity`.
         max_loss: rise of the perplexity that is allowed, as a fraction, instead of `sparsity`: the run finds the size.
+        gguf_bytes: bytes of a GGUF file at most, whose tensors have quantised types of their own; without another size
+            the run also finds how many parameters stay.
         loss_scale: nats lost for each that a profile predicts, as a check has measured them; None: as usual.
         budget: what `sparsity` is a fraction of; latency is measured on this machine, for one sequence.
         hidden_size: kept hidden size; None: the whole.
@@ -74,6 +76,7 @@ class Target:
     parameters: int | None = None
     size_bytes: int | None = None
     max_loss: float | None = None
+    gguf_bytes: int | None = None
     loss_scale: float | None = None
     budget: BudgetUnit = "parameters"
     hidden_size: int | None = None
@@ -99,11 +102,10 @@ class Target:
         given = sum(one is not None for one in (self.sparsity, self.parameters, self.size_bytes, self.max_loss))
         rates = self.hidden_rate, self.inner_rate
         sizes = self.hidden_size, self.intermediate_size, self.value_size, self.query_key_size
-        sizes_given = any(size is not None for size in (*sizes, *rates, self.num_experts))
-        if given > 1 or (given == 0 and not sizes_given):
+        if given > 1 or (given == 0 and not self._states_sizes and self.gguf_bytes is None):
             raise ConfigError(
-                "Give exactly one target: --sparsity (such as 0.2), --params (such as 900M), --max-size (2GB) or "
-                "--max-loss (5%)."
+                "Give exactly one target: --sparsity (such as 0.2), --params (such as 900M), --max-size (2GB), "
+                "--max-loss (5%), or of a GGUF file --max-file-size (90MB)."
             )
         if self.sparsity is not None and not (math.isfinite(self.sparsity) and 0 <= self.sparsity < 1):
             raise ConfigError(f"--sparsity {self.sparsity} is out of range: give a fraction from 0 up to below 1.")
@@ -113,13 +115,17 @@ class Target:
             raise ConfigError(f"{display('loss_scale', self.loss_scale)} is out of range: give a number above 0.")
         if self.loss_scale is not None and self.max_loss is None:
             raise ConfigError(f"{display('loss_scale', self.loss_scale)} is of --max-loss; give that, or leave it out.")
-        sizes_asked = ("--params", self.parameters), ("--max-size", self.size_bytes), ("--max-loss", self.max_loss)
+        found = self.gguf_bytes if self.finds_share else None
+        sizes_asked = (
+            *(("--params", self.parameters), ("--max-size", self.size_bytes), ("--max-loss", self.max_loss)),
+            ("--max-file-size", found),
+        )
         for option, value in sizes_asked:
             if value is not None and self.budget != "parameters":
                 raise ConfigError(f"{option} is a budget of its own; give --sparsity beside --budget {self.budget}.")
         if self.parameters is not None and self.parameters <= 0:
             raise ConfigError(f"--params {self.parameters} is out of range: give a positive number of parameters.")
-        check_minimum(self, size_bytes=1)
+        check_minimum(self, size_bytes=1, gguf_bytes=1)
         check_minimum(self, round_to=1, hidden_size=1, intermediate_size=1, value_size=1, query_key_size=1)
         check_minimum(self, num_experts=1)
         for name in ("hidden_rate", "inner_rate"):
@@ -139,6 +145,16 @@ class Target:
         return ANY if self.serve is None else Serving.of(self.serve)
 
     @property
+    def finds_share(self) -> bool:
+        """Return whether the run finds how many parameters stay, within the bytes of a GGUF file."""
+        return self.gguf_bytes is not None and not self.states_share and not self._states_sizes
+
+    @property
+    def _states_sizes(self) -> bool:
+        sizes = self.hidden_size, self.intermediate_size, self.value_size, self.query_key_size, self.num_experts
+        return any(one is not None for one in (*sizes, self.hidden_rate, self.inner_rate))
+
+    @property
     def states_share(self) -> bool:
         """Return whether a whole size is asked for, beside or instead of sizes of its parts."""
         return (self.sparsity, self.parameters, self.size_bytes, self.max_loss) != (None, None, None, None)
@@ -146,7 +162,8 @@ class Target:
     @property
     def asks_less(self) -> bool:
         """Return whether anything beside the stated sizes is to be removed."""
-        return bool(self.sparsity) or any(one is not None for one in (self.parameters, self.size_bytes, self.max_loss))
+        others = self.parameters, self.size_bytes, self.max_loss
+        return bool(self.sparsity) or any(one is not None for one in others) or self.finds_share
 
     @property
     def states_hidden_size(self) -> bool:
@@ -220,8 +237,8 @@ class Config:
         seed: seed of the text's order, of sketches and of random choices.
         save_dtype: dtype of the stored weights; `keep`: the input's; `q8_0`: blocks of 8 bits in a GGUF file.
         max_file_bytes: maximum bytes per weight file.
-        bits: mean bits of the weights of a GGUF file whose tensors have quantised types of their own; None: none has.
-        gguf_bytes: maximum bytes of such a file, instead of `bits`.
+        bits: mean bits of the weights of a GGUF file whose tensors have quantised types of their own, instead of the
+            target's `gguf_bytes`; None: as that says.
         quantise: what the linears of layers are rounded to, in the format of compressed-tensors; None: nothing is.
         overwrite: replace an output and forget an interrupted run.
         resume: continue an interrupted run.
@@ -242,7 +259,6 @@ class Config:
     save_dtype: SaveDtype = "keep"
     max_file_bytes: int = MAX_FILE_BYTES
     bits: float | None = None
-    gguf_bytes: int | None = None
     quantise: QuantiseName | None = None
     overwrite: bool = False
     resume: bool = False
@@ -251,10 +267,10 @@ class Config:
 
     def __post_init__(self) -> None:
         check_values(self)
-        check_minimum(self, max_file_bytes=1, gguf_bytes=1)
+        check_minimum(self, max_file_bytes=1)
         if self.bits is not None and not (math.isfinite(self.bits) and 0 < self.bits <= 16):
             raise ConfigError(f"--bits {self.bits} is out of range: give a number above 0 and up to 16.")
-        if self.bits is not None and self.gguf_bytes is not None:
+        if self.bits is not None and self.target.gguf_bytes is not None:
             raise ConfigError("Give either --bits or --max-file-size, which say the same.")
         if self.quantises and self.form != "gguf":
             raise ConfigError("--bits and --max-file-size are of GGUF files alone; add --form gguf.")
@@ -270,7 +286,7 @@ class Config:
     @property
     def quantises(self) -> bool:
         """Return whether tensors of the result get quantised types of their own."""
-        return self.bits is not None or self.gguf_bytes is not None
+        return self.bits is not None or self.target.gguf_bytes is not None
 
     @staticmethod
     def of(
@@ -386,6 +402,8 @@ def default_output(checkpoint: str, target: Target, *, several: bool = False) ->
         size = f"-{target.parameters / 1e6:.0f}M"
     if target.size_bytes is not None:
         size = f"-{target.size_bytes / 1e6:.0f}MB"
+    if target.finds_share and target.gguf_bytes is not None:
+        size = f"-{target.gguf_bytes / 1e6:.0f}MB"
     if target.max_loss is not None:
         size = f"-loss-{target.max_loss:.2f}"
     return f"{own_name(checkpoint)}-oneshot{size}"

@@ -1,8 +1,10 @@
 """The order of the stages: open, plan, read text, profile, find subspaces, compress layers, export."""
 
 import logging
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,7 +20,7 @@ from oneshot.checkpoint import (
 )
 from oneshot.config import Config
 from oneshot.errors import ConfigError, OutputError, cause
-from oneshot.export import tensor_names, with_kept_dtype, write_imatrix
+from oneshot.export import OriginalTypes, price_original, tensor_names, with_kept_dtype, write_imatrix
 from oneshot.footprint import current_bounds, offload_folder, refuse_conversion, with_conversion
 from oneshot.job import (
     Job,
@@ -32,12 +34,20 @@ from oneshot.job import (
 )
 from oneshot.json_text import json_text
 from oneshot.planning import Profile, mixture_verdict
-from oneshot.profiling import RANKING, VERDICT, measure_importance, ranking_lines, refuse_existing, save_profile
+from oneshot.profiling import (
+    IMPORTANCE_TOKENS,
+    RANKING,
+    VERDICT,
+    measure_importance,
+    ranking_lines,
+    refuse_existing,
+    save_profile,
+)
 from oneshot.report.grams import gram_sentences
 from oneshot.report.mixture import verdict_record
 from oneshot.report.progress import ProgressBar, Shown, Tracker
 from oneshot.report.records import Footprint, Report
-from oneshot.run import Run, footprint_of, open_run, stages_of
+from oneshot.run import TYPES, Run, footprint_of, open_run, stages_of
 from oneshot.schedule import Schedule, profile_schedule
 
 logger = logging.getLogger(__name__)
@@ -91,7 +101,10 @@ def compress_job(job: Job) -> Report:
     with job.journal() as journal:
         run.watch.lap("prepare")
         # 4. the sizes, by a profile or the subspaces of a smaller hidden size, and with them the place of every tensor
-        decide_sizes(job, journal)
+        types = None
+        if job.config.target.finds_share and journal.saved("plan") is None:
+            types = _types_of_original(job)
+        decide_sizes(job, journal, types)
         expect_parts(job, journal)
         # 5. the layers, one at a time: measure, select, correct, fold
         layers = compress_layers(job, journal)
@@ -104,6 +117,27 @@ def compress_job(job: Job) -> Report:
         report = run.machine.workers.share(0, lambda: report)
     assert report is not None
     return report
+
+
+def _types_of_original(job: Job) -> OriginalTypes | None:
+    """Return what types cost the original's tensors, by a file of it in the scratch folder; None but in one process."""
+    run, folder = job.run, job.run.machine.scratch / "original"
+    _ = run.text  # whose reading is a stage of its own
+    run.tracker.enter(TYPES)
+    with run.silent():
+        original = Job(job.config_of_original(folder), run)
+        original.schedule = replace(original.schedule, measures_importance=False)  # which is read below
+        compress_job(original)
+    run.use_memory(job.footprint)
+    text, layers = run.text.first(IMPORTANCE_TOKENS), run.model.shape.num_hidden_layers
+    types = None
+    if run.machine.workers.is_main:
+        bar = ProgressBar(run.tracker, num_layers=layers, total=text.num_tokens, stage=TYPES)
+        rounds = partial(run.tracker.step, "rounding tensors to every type")
+        types = price_original(folder, text, run.machine, job.config.seed, advance=bar.advance, rounds=rounds)
+        shutil.rmtree(folder)
+    run.watch.lap("types")
+    return types
 
 
 def configs_of(config: Config, sparsities: Sequence[float]) -> list[Config]:
@@ -144,7 +178,7 @@ def predict(config: Config) -> Footprint:
         if target.budget == "latency":
             target = replace(target, budget="flops")
         job = Job(config, run, target=target, dry=True)
-        if target.max_loss is not None:
+        if target.max_loss is not None or target.finds_share:
             logger.warning(
                 "The size is known after the profile; until then the smallest step stands for it, which needs the most."
             )

@@ -130,7 +130,11 @@ def add_output_form(group: Any) -> None:
         metavar="B",
         help="mean bits of the weights of a GGUF file, such as 4.5 (default: not fewer)",
     )
-    group.add_argument("--max-file-size", metavar="SIZE", help="bytes of the GGUF file at most, instead of --bits")
+    group.add_argument(
+        "--max-file-size",
+        metavar="SIZE",
+        help="bytes of the GGUF file at most, instead of --bits; without --sparsity the run finds how much to remove",
+    )
     names = get_args(QuantiseName)
     shown = f"round the linears of layers for vLLM and transformers: {', '.join(names)} (default: none is rounded)"
     group.add_argument("--quantise", type=OneOf(names), metavar="NAME", help=shown)

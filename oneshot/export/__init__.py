@@ -6,6 +6,7 @@ from oneshot.export.forms import FORMS, Form, form_of, stated_shape
 from oneshot.export.further import FurtherResult, further_result
 from oneshot.export.gguf_result import open_folder, own_gguf
 from oneshot.export.imatrix import tensor_names, write_imatrix
+from oneshot.export.original_types import OriginalTypes, price_original
 from oneshot.export.own_classes import coordinates
 from oneshot.export.planned import planned_parts
 from oneshot.export.resized import renamed_ranks
@@ -17,6 +18,7 @@ __all__ = [
     "FORMS",
     "Form",
     "FurtherResult",
+    "OriginalTypes",
     "cast",
     "coordinates",
     "expected_bytes",
@@ -28,6 +30,7 @@ __all__ = [
     "own_gguf",
     "part_dtype",
     "planned_parts",
+    "price_original",
     "quantise_result",
     "renamed_ranks",
     "stated_shape",

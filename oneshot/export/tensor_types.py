@@ -64,14 +64,9 @@ def quantise_result(path: Path, inputs: InputSquares, text: Text, machine: Machi
 
     Raises `PlanError` if the smallest types take more than `config` allows.
     """
-    with torch.inference_mode(False), torch.no_grad():  # graphs take no tensors of inference mode
-        model = ResultModel(path, text, machine)
-        outputs = output_squares(model, config.seed, lambda tokens: None)
-    seen = torch.bincount(text.token_ids.flatten(), minlength=model.config["vocab_size"])
-    priced = priced_tensors(model, inputs, outputs, seen / text.num_tokens)
-    names = {one.module: model.source.name_of(f"{one.module}.weight") for one in priced}
-    if config.gguf_bytes is not None:
-        budget = float(config.gguf_bytes - beside_bytes(path, names))
+    priced, names = price_result(path, inputs, text, machine, config.seed)
+    if config.target.gguf_bytes is not None:
+        budget = float(config.target.gguf_bytes - beside_bytes(path, names))
     else:
         assert config.bits is not None
         budget = config.bits / 8 * sum(math.prod(one.shape) for one in priced)
@@ -79,6 +74,22 @@ def quantise_result(path: Path, inputs: InputSquares, text: Text, machine: Machi
     logger.info("The types of the tensors cost %.3f nats a token.", damage_of(priced, kinds))
     write_quantised(path, priced, kinds, names)
     RestoredModel(path)  # which compares the tensors with config.json
+
+
+def price_result(
+    path: Path, inputs: InputSquares, text: Text, machine: Machine, seed: int
+) -> tuple[list[Priced], dict[str, str]]:
+    """Return the matrices of a GGUF result with the damage of every type, and their names in the file by module.
+
+    Args:
+        inputs: of `result_importance`. text: of which gradients are measured.
+    """
+    with torch.inference_mode(False), torch.no_grad():  # graphs take no tensors of inference mode
+        model = ResultModel(path, text, machine)
+        outputs = output_squares(model, seed, lambda tokens: None)
+    seen = torch.bincount(text.token_ids.flatten(), minlength=model.config["vocab_size"])
+    priced = priced_tensors(model, inputs, outputs, seen / text.num_tokens)
+    return priced, {one.module: model.source.name_of(f"{one.module}.weight") for one in priced}
 
 
 def priced_tensors(
@@ -113,7 +124,7 @@ def refuse_impossible(stack: StackShape, config: Config) -> None:
     shapes = [shape for shape in expected_tensors(with_all_ffns(stack)).values() if len(shape) == 2]
     least = sum(min(bytes_of(shape, kind) for kind in types_of(shape[1])) for shape in shapes)
     weights = sum(math.prod(shape) for shape in shapes)
-    allowed = config.gguf_bytes if config.bits is None else config.bits / 8 * weights
+    allowed = config.target.gguf_bytes if config.bits is None else config.bits / 8 * weights
     if allowed is not None and allowed < least:
         raise too_small(least, weights, allowed)
 

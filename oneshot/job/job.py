@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, cast
 
 from oneshot.checkpoint import Journal, output_folder, refuse_output, refuse_place, remove_leftovers
@@ -21,6 +22,7 @@ from oneshot.planning import (
     LEAST_SHARE,
     MANY_NEURONS,
     MEASURED_SHARE,
+    Plan,
     expected_of_equal_layers,
     expected_of_own_sizes,
     least_share,
@@ -93,7 +95,9 @@ class Job:
             logger.warning("%s", error)  # what a run would take is known all the same
         # 2. its sizes, without a profile
         wanted = config.target if target is None else with_steps(run.grouped(target), run.model.shape, step)
-        if wanted.max_loss is not None:  # the smallest share stands for the one that a profile will find
+        if (
+            wanted.max_loss is not None or wanted.finds_share
+        ):  # the smallest share stands for the one that a profile will find
             wanted = with_share(wanted, LEAST_SHARE)
         self.budget = budget_of(run, wanted)
         self.plan = run.machine.workers.share(0, lambda: make_plan(run.grid, run.method, wanted, budget=self.budget))
@@ -152,18 +156,39 @@ class Job:
         )
         if config.quantises:
             refuse_without_quantisers()
-            refuse_impossible(run.grid.stack(self.plan), config)
+            refuse_impossible(run.grid.stack(self._smallest() if config.target.finds_share else self.plan), config)
         names_text = config.quantises or config.text.calibration != TextOptions().calibration
         if run.grid.writes_vocabulary and (schedule.fits_text or names_text):  # a GGUF file
             schedule = replace(schedule, measures_importance=True, chooses_types=config.quantises)
-        if config.target.max_loss is not None and not schedule.plans_by_profile:
-            raise ConfigError(
-                "--max-loss is planned by a profile, and this run makes none; leave --form, --recipe and --set out, or "
-                "ask for a size."
-            )
+        if not schedule.plans_by_profile:
+            if config.target.max_loss is not None:
+                raise ConfigError(
+                    "--max-loss is planned by a profile, and this run makes none; leave --form, --recipe and --set "
+                    "out, or ask for a size."
+                )
+            if config.target.finds_share:
+                raise ConfigError(
+                    "--max-file-size alone is planned by a profile, and this run makes none; add --sparsity 0, or how "
+                    "much is to go."
+                )
         run.fits_text |= schedule.fits_text
         run.plans_by_profile |= has_profile and schedule.plans_by_profile
         return schedule
+
+    def _smallest(self) -> Plan:
+        """Return the plan of the largest share that layers of equal sizes can lose."""
+        run, target, smallest = self.run, self.config.target, self.plan
+        for percent in range(1, 100):
+            try:
+                smallest = make_plan(run.grid, run.method, with_share(target, percent / 100))
+            except PlanError:
+                break
+        return smallest
+
+    def config_of_original(self, folder: Path) -> Config:
+        """Return the config of the whole model in this form, in a folder of its own and without types."""
+        target = replace(self.config.target, sparsity=0.0, gguf_bytes=None)
+        return replace(self.config, target=target, output=str(folder), profile=None, overwrite=False, resume=False)
 
     def _warn_of_narrow_layers(self) -> None:
         """Warn of equal layers that lose most of their neurons where sizes of their own would lose much less.

@@ -1,17 +1,21 @@
 """The final sizes of a job, which a profile or the subspaces of a smaller hidden size may decide."""
 
 import logging
-from dataclasses import asdict
+import math
+from dataclasses import asdict, replace
 
 from oneshot.checkpoint import Journal
 from oneshot.compression import StreamSubspaces, find_subspaces, reduce_embedding
-from oneshot.export import FORMS, form_of
+from oneshot.config import Target
+from oneshot.export import FORMS, OriginalTypes, form_of
 from oneshot.job.job import Job
 from oneshot.json_text import numbers
 from oneshot.machine.memory import release_heap
 from oneshot.planning import (
+    Damages,
     Grid,
     Plan,
+    beside_rounding,
     make_plan,
     missed_target,
     mixture_verdict,
@@ -29,10 +33,13 @@ logger = logging.getLogger(__name__)
 EMBEDDING = "embedding"  # the journal's name for a reduced embedding
 
 
-def decide_sizes(job: Job, journal: Journal) -> None:
+def decide_sizes(job: Job, journal: Journal, types: OriginalTypes | None = None) -> None:
     """Measure what the schedule says, and settle the sizes of the job. An interrupted run finds them in the journal.
 
     What was measured is saved: a profile takes long, and latencies would differ the next time.
+
+    Args:
+        types: what types cost the original, if the share that goes is chosen beside them; in the main process.
     """
     run, schedule, saved = job.run, job.schedule, journal.saved("plan")
     if schedule.measures_curvature and not (schedule.plans_by_profile and saved is not None):
@@ -46,13 +53,15 @@ def decide_sizes(job: Job, journal: Journal) -> None:
         job.mixture = saved["mixture"]
     else:
         if schedule.plans_by_profile:
-            _plan_by_profile(job, journal)
+            _plan_by_profile(job, journal, types)
         if schedule.plans_by_profile or job.config.target.budget == "latency":
             plan = {"plan": asdict(job.plan), "divergences": job.divergences, "curve": job.curve}
             plan["mixture"] = job.mixture
             journal.save("plan", plan)
     if schedule.plans_by_profile:
         run.watch.lap("profile")
+    if run.grid.stack(job.plan) == run.grid.dense:  # nothing goes, so nothing is corrected
+        job.schedule = replace(schedule, streams=0, weighs_output=False)
     if job.plan.hidden is not None:
         _find_subspaces(job)
     if run.machine.workers.is_main:
@@ -66,7 +75,7 @@ def decide_sizes(job: Job, journal: Journal) -> None:
 
 def tell_of_missed_target(job: Job) -> None:
     """Warn if a plan removes clearly more or less than was asked for."""
-    if job.config.target.max_loss is not None:  # no size was asked for
+    if job.config.target.max_loss is not None or job.config.target.finds_share:  # no size was asked for
         return
     grid, budget = job.run.grid, job.budget
     sentence = missed_target(budget, budget.measure(grid.dense), budget.measure(grid.stack(job.plan)))
@@ -74,7 +83,7 @@ def tell_of_missed_target(job: Job) -> None:
         logger.warning("%s", sentence)
 
 
-def _plan_by_profile(job: Job, journal: Journal) -> None:
+def _plan_by_profile(job: Job, journal: Journal, types: OriginalTypes | None) -> None:
     """Plan from a profile, and predict divergences. The embedding at its ranks, which needs the profile, is saved."""
     run, target, budget = job.run, job.config.target, job.budget
     measured = run.profile(job.schedule)
@@ -85,6 +94,9 @@ def _plan_by_profile(job: Job, journal: Journal) -> None:
     if target.max_loss is not None:
         asked = target
         target = share(0, lambda: within_loss(run.grid, run.method, asked, damages, sensitivity))
+        budget = budget_of(run, target)
+    if target.finds_share:
+        target = share(0, lambda: _share_beside_types(job, types, damages, sensitivity))
         budget = budget_of(run, target)
     job.plan = plan = share(0, lambda: make_plan(run.grid, run.method, target, damages, budget))
     job.refuse_unserved()
@@ -101,6 +113,26 @@ def _plan_by_profile(job: Job, journal: Journal) -> None:
         evidence = measured.embedding_gram.to(device), measured.embedding_probabilities.to(device)
         journal.save_tensors(EMBEDDING, reduce_embedding(run.model.read_embedding(), *evidence, plan.embedding))
     release_heap()  # of the profile and of the planner's solver
+
+
+def _share_beside_types(job: Job, types: OriginalTypes | None, damages: Damages, sensitivity: Damages) -> Target:
+    """Return the target of the share that goes beside quantised types, and tell what both are predicted to cost."""
+    run, target = job.run, job.config.target
+    assert types is not None
+    assert target.gguf_bytes is not None
+    file_bytes = target.gguf_bytes
+
+    def rounding(plan: Plan) -> float:
+        return types.least_loss(plan, run.grid.stack(plan), file_bytes)
+
+    found, alone = beside_rounding(run.grid, run.method, target, damages, sensitivity, rounding), "would not fit"
+    if math.isfinite(found.rounding_alone):
+        alone = f"would lose {found.rounding_alone:.3f}"
+    run.tracker.say(
+        f"{found.target.sparsity:.1%} of the parameters go, predicted to lose {found.removal:.3f} nats a token, "
+        f"and the types of what stays {found.rounding:.3f}; with all parameters they {alone}."
+    )
+    return found.target
 
 
 def _find_subspaces(job: Job) -> None:

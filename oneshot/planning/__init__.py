@@ -21,7 +21,14 @@ from oneshot.planning.kept import find_kept
 from oneshot.planning.mixture import MixtureVerdict, mixture_verdict
 from oneshot.planning.options import expert_counts
 from oneshot.planning.plan import LEFT_OUT, HiddenPlan, LayerPlan, Plan, dense_plan, removed_unit
-from oneshot.planning.predicted import LEAST_SHARE, predicted_curve, predicted_divergences, with_share, within_loss
+from oneshot.planning.predicted import (
+    LEAST_SHARE,
+    beside_rounding,
+    predicted_curve,
+    predicted_divergences,
+    with_share,
+    within_loss,
+)
 from oneshot.planning.problem import Problem
 from oneshot.planning.serving import GROUPS_OF, with_groups
 from oneshot.planning.sizes import least_share, make_plan, parameter_budget, reduced
@@ -45,6 +52,7 @@ __all__ = [
     "Problem",
     "Profile",
     "ProfileOrigin",
+    "beside_rounding",
     "default_round_to",
     "dense_plan",
     "expected_of_equal_layers",

@@ -2,8 +2,8 @@
 
 import contextlib
 import math
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 from oneshot.config import Target
 from oneshot.errors import ConfigError, PlanError
@@ -19,7 +19,7 @@ from oneshot.planning.sizes import make_plan
 # end of a run measures it for the model at hand.
 LOST_FOR_PREDICTED = 1.7
 LEAST_SHARE = 0.005  # between removed shares that a loss is tried at
-MOST = 180  # steps
+MOST, COARSE = 180, 5  # steps, and those between shares that are tried first beside types
 CURVE_SHARES = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5)
 
 
@@ -59,6 +59,62 @@ def within_loss(grid: Grid, method: Method, target: Target, damages: Damages, se
             f"{math.expm1(predicted(1)):.1%}, and --max-loss {target.max_loss:.1%} is allowed; allow more."
         )
     return with_share(target, round(fits * LEAST_SHARE, 3))
+
+
+@dataclass(frozen=True)
+class SharedLoss:
+    """How much goes where parameters may go and the others be rounded, and what each is predicted to lose.
+
+    Attributes:
+        target: of the removed share. removal, rounding: in nats a token. rounding_alone: if nothing goes; infinite if
+            nothing is so small then.
+    """
+
+    target: Target
+    removal: float
+    rounding: float
+    rounding_alone: float
+
+
+def beside_rounding(
+    grid: Grid,
+    method: Method,
+    target: Target,
+    damages: Damages,
+    sensitivity: Damages,
+    rounding: Callable[[Plan], float],
+) -> SharedLoss:
+    """Return the share whose removal and rounding together lose least by prediction.
+
+    Shares are tried in steps of 2.5 %, and around the best of them in steps of half a per cent.
+
+    Args:
+        damages, sensitivity: as of `within_loss`. rounding: the least loss in nats of rounding what a plan keeps to the
+            bytes that are there; infinite if nothing is so small.
+
+    Raises `PlanError` if no share is small enough.
+    """
+    tried: dict[int, tuple[float, float]] = {}
+
+    def total(steps: int) -> float:
+        if steps not in tried:
+            try:
+                plan = make_plan(grid, method, with_share(target, steps * LEAST_SHARE), damages)
+            except (ConfigError, PlanError):  # no plan is so small
+                tried[steps] = math.inf, math.inf
+            else:
+                tried[steps] = LOST_FOR_PREDICTED * predicted_damage(plan, sensitivity), rounding(plan)
+        return sum(tried[steps])
+
+    best = 0
+    for steps in range(0, MOST + 1, COARSE):
+        best = min(best, steps, key=total)
+        if math.isfinite(total(best)) and tried[steps][0] >= total(best):  # more removal only loses more
+            break
+    best = min(range(max(0, best - COARSE + 1), min(MOST, best + COARSE)), key=total)
+    if not math.isfinite(total(best)):
+        raise PlanError("No size of this model's layers is small enough for --max-file-size; give more.")
+    return SharedLoss(with_share(target, round(best * LEAST_SHARE, 3)), *tried[best], tried[0][1])
 
 
 def predicted_divergences(

@@ -44,7 +44,7 @@ def summary(
     if before is not None and after is not None:
         dtype = str(report.config["save_dtype"])
         stored_as = "" if dtype == "keep" else f", stored as {dtype}"  # a quantised input may be the smaller file
-        own_types = bool(report.config.get("bits") or report.config.get("gguf_bytes"))
+        own_types = bool(report.config.get("bits") or report.config["target"].get("gguf_bytes"))
         stored_as = ", every matrix in a type of its own" if own_types else stored_as
         rounded = quantised_as(report)
         stored_as = stored_as if rounded is None else f", {rounded}"

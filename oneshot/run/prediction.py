@@ -22,6 +22,8 @@ from oneshot.run.dtype import fitting_dtype
 from oneshot.run.run import Run
 from oneshot.schedule import Schedule
 
+TYPES = "types of the original"  # the stage's name
+
 
 def footprint_of(run: Run, config: Config, schedule: Schedule, plan: Plan | None, *, dry: bool = False) -> Footprint:
     """Return what the run of a plan will take (None: only a profile); raises `MemoryLimitError` before any work.
@@ -65,7 +67,10 @@ def stages_of(
 ) -> dict[str, float]:
     """Return the stages of a run in order, and predicted seconds of which only ratios count."""
     machine = replace(run.machine, experts_together=footprint.experts_together)
-    return stage_seconds(_work_on(run, config, schedule, plan)(machine), footprint.store)
+    stages = stage_seconds(_work_on(run, config, schedule, plan)(machine), footprint.store)
+    if config.target.finds_share:  # the file of the original, and gradients behind its tensors
+        return {"reading": stages["reading"], TYPES: 3 * stages["importance"]} | stages
+    return stages
 
 
 def file_bytes(run: Run, config: Config, parameters: int, plan: Plan) -> tuple[int, int]:

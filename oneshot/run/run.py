@@ -1,6 +1,7 @@
 """What the results of a run share: the machine, the model, the method, the text and the profile."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -134,6 +135,15 @@ class Run:
     def grouped(self, target: Target) -> Target:
         """Return a target whose sizes are whole groups of the weights that are rounded together."""
         return with_groups(target, self.config.quantise, self.model.shape)
+
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        """Show nothing of the stages inside the block, which belong to no stage that was expected."""
+        tracker, self.tracker = self.tracker, Tracker()
+        try:
+            yield
+        finally:
+            self.tracker = tracker
 
     def begin_next(self) -> None:
         """Count seconds and memory for the next result from now on."""
