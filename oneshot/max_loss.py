@@ -43,7 +43,7 @@ def compress_within(config: Config, check: Check, *, show_progress: Shown | Trac
         lost, allowed = _lost(report), config.target.max_loss
         if lost is not None and allowed is not None and lost > math.log1p(allowed):
             logger.warning(
-                "The perplexity rose by %.1f %% where %.1f %% was allowed; ask for a smaller --max-loss.",
+                "The perplexity changed by %+.1f %% where %.3g %% was allowed; ask for a smaller --max-loss.",
                 100 * math.expm1(lost),
                 100 * allowed,
             )
@@ -68,7 +68,7 @@ def _corrected(config: Config, report: Report) -> Config | None:
         return None
     scale = max(lost, TOO_CAREFUL / 2 * allowed) / predicted
     logger.warning(
-        "The perplexity rose by %.1f %% where %.1f %% is allowed: the size is planned once more by what was measured.",
+        "The perplexity changed by %+.1f %% where %.3g %% is allowed: the size is planned again by what was measured.",
         100 * math.expm1(lost),
         100 * config.target.max_loss,
     )

@@ -56,7 +56,7 @@ def within_loss(grid: Grid, method: Method, target: Target, damages: Damages, se
     if not fits:
         raise PlanError(
             f"Removing {LEAST_SHARE:.1%} of the parameters is predicted to raise the perplexity by "
-            f"{math.expm1(predicted(1)):.1%}, and --max-loss {target.max_loss:.1%} is allowed; allow more."
+            f"{math.expm1(predicted(1)):.1%}, and --max-loss {100 * target.max_loss:.3g}% is allowed; allow more."
         )
     return with_share(target, round(fits * LEAST_SHARE, 3))
 

@@ -135,7 +135,9 @@ def _content(folder: Path) -> dict[str, Any]:
 
 
 def _has_room(parent: Path, curvature: Curvature, folder: Path) -> bool:
-    """Return whether the disk has room for the curvature; warn if it does not."""
+    """Return whether the curvature can move to a disk, which needs no room on its own; warn if it cannot."""
+    if _disk_of(curvature.folder) == _disk_of(parent):
+        return True
     size, free = sum(path.stat().st_size for path in curvature.folder.iterdir()), shutil.disk_usage(parent).free
     if size < free:
         return True
@@ -147,6 +149,10 @@ def _has_room(parent: Path, curvature: Curvature, folder: Path) -> bool:
         free / 1e9,
     )
     return False
+
+
+def _disk_of(folder: Path) -> int:
+    return folder.stat().st_dev
 
 
 def _unreadable(folder: Path, error: Exception | str) -> str:

@@ -57,7 +57,7 @@ def summary(
     allowed = report.config["target"].get("max_loss")
     if allowed is not None and check is not None and check.lost_nats is not None:
         rise = math.expm1(check.lost_nats)
-        lines.append(("loss", f"perplexity {rise:+.1%} over the kinds of text, {allowed:.1%} was allowed"))
+        lines.append(("loss", f"perplexity {rise:+.1%} over the kinds of text, {100 * allowed:.3g}% was allowed"))
     warnings = set(report.all_warnings)
     lines += [("warning", warning) for warning in sorted(warnings.difference(told))]
     again = len(warnings.intersection(told))

@@ -4,6 +4,7 @@ import importlib
 import itertools
 import json
 import math
+import shutil
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -346,10 +347,12 @@ def test_a_plan_from_a_profile_does_not_measure_the_curvature_again(
     checkpoint = make_checkpoint(layers=1)
     options: dict[str, Any] = {"form": "per-layer", "round_to": 1, "sparsity": 0.1}
     whole, without = str(tmp_path / "whole"), str(tmp_path / "without")
-    profile(make_config(checkpoint, **options | {"sparsity": 0.0}, output=whole))
     with monkeypatch.context() as full:
-        usage = SimpleNamespace(disk_usage=lambda _: SimpleNamespace(free=1000))
+        usage = SimpleNamespace(disk_usage=lambda _: SimpleNamespace(free=1000), move=shutil.move)
         full.setattr("oneshot.profiling.files.shutil", usage)
+        profile(make_config(checkpoint, **options | {"sparsity": 0.0}, output=whole))
+        assert not caplog.records, "files move within a disk without room for a copy"
+        full.setattr("oneshot.profiling.files._disk_of", str)
         profile(make_config(checkpoint, **options | {"sparsity": 0.0}, output=without))
     assert f"{without} is written without the output curvature, 0.0 GB" in caplog.text
     modes = {(tmp_path / "whole" / name).stat().st_mode & 0o777 for name in (".", "curvature")}
