@@ -21,7 +21,7 @@ from oneshot.checkpoint import (
 from oneshot.config import Config
 from oneshot.errors import ConfigError, OutputError, cause
 from oneshot.export import OriginalTypes, price_original, tensor_names, with_kept_dtype, write_imatrix
-from oneshot.footprint import current_bounds, offload_folder, refuse_conversion, with_conversion
+from oneshot.footprint import TYPES, current_bounds, offload_folder, refuse_conversion, with_conversion
 from oneshot.job import (
     Job,
     compress_layers,
@@ -47,7 +47,7 @@ from oneshot.report.grams import gram_sentences
 from oneshot.report.mixture import verdict_record
 from oneshot.report.progress import ProgressBar, Shown, Tracker
 from oneshot.report.records import Footprint, Report
-from oneshot.run import TYPES, Run, footprint_of, open_run, stages_of
+from oneshot.run import Run, footprint_of, open_run, stages_of
 from oneshot.schedule import Schedule, profile_schedule
 
 logger = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ def compress_job(job: Job) -> Report:
         run.watch.lap("prepare")
         # 4. the sizes, by a profile or the subspaces of a smaller hidden size, and with them the place of every tensor
         types = None
-        if job.config.target.finds_share and journal.saved("plan") is None:
+        if job.schedule.prices_types and journal.saved("plan") is None:
             types = _types_of_original(job)
         decide_sizes(job, journal, types)
         expect_parts(job, journal)

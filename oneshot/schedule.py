@@ -36,7 +36,8 @@ class Schedule:
         corrects_up: whether `up_proj` is corrected in any layer.
         removes_experts: whether whole experts go.
         measures_importance: whether an importance matrix is written. chooses_types: whether tensors of a GGUF file get
-            quantised types of their own.
+            quantised types of their own. prices_types: whether these are first priced on a file of the original,
+            because what goes is chosen beside them.
     """
 
     plans_by_profile: bool = False
@@ -53,6 +54,7 @@ class Schedule:
     removes_experts: bool = False
     measures_importance: bool = False
     chooses_types: bool = False
+    prices_types: bool = False
 
     @property
     def makes_profile(self) -> bool:

@@ -7,10 +7,11 @@ from oneshot.footprint.bounds import Bounds, current_bounds, fits, load_librarie
 from oneshot.footprint.check import check_stages
 from oneshot.footprint.conversion import refuse_conversion, with_conversion
 from oneshot.footprint.disk import offload_folder
-from oneshot.footprint.seconds import stage_seconds
+from oneshot.footprint.seconds import TYPES, stage_seconds
 from oneshot.footprint.work import Work, describe_work
 
 __all__ = [
+    "TYPES",
     "Bounds",
     "Work",
     "check_stages",

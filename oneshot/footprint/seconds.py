@@ -49,6 +49,7 @@ EXPERT_LAUNCHES, ARRIVAL_LAUNCHES, EFFECT_LAUNCHES = 95, 17, 7
 USUAL_CPU = Rates(4e10, 4e10, 2e10, 2e10, pivoted=1e10)
 USUAL_DEVICE = Rates(499e12, 499e12, 50.4e12, 61.2e12, pivot_seconds=6.5e-6, bandwidth=2.76e12, link=54.9e9)
 
+TYPES = "types of the original"  # the stage's name
 Seconds = dict[str, float]  # by phase
 
 
@@ -89,6 +90,8 @@ def stage_seconds(work: Work, store: Store) -> dict[str, float]:
     stages, written = {"reading": 0.0}, phases.pop("prepare").get("own text", 0.0)
     if written:
         stages["writing text"] = written
+    if work.schedule.prices_types:  # a forward pass, and one with gradients
+        stages[TYPES] = 3 * sum(phases["importance"].values())
     for name, seconds in phases.items():
         embedding = seconds.pop("embedding", 0.0)
         stages[name] = sum(seconds.values())

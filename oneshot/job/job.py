@@ -16,6 +16,7 @@ from oneshot.export import FurtherResult
 from oneshot.export.quantisers import refuse_without_quantisers
 from oneshot.export.served import reason_against_result, width_step_in
 from oneshot.export.tensor_types import refuse_impossible
+from oneshot.footprint import TYPES
 from oneshot.linalg.psd import GramNote
 from oneshot.machine.durable import seal
 from oneshot.planning import (
@@ -49,7 +50,14 @@ from oneshot.schedule import Schedule, make_schedule
 from oneshot.tensors import Tensors
 
 logger = logging.getLogger(__name__)
-SHARED_STAGES = ("reading", "writing text", "curvature", "profile", "ranks of the embedding")  # of several results
+SHARED_STAGES = (
+    "reading",
+    "writing text",
+    TYPES,
+    "curvature",
+    "profile",
+    "ranks of the embedding",
+)  # of several results
 
 
 class Job:
@@ -159,7 +167,12 @@ class Job:
             refuse_impossible(run.grid.stack(self._smallest() if config.target.finds_share else self.plan), config)
         names_text = config.quantises or config.text.calibration != TextOptions().calibration
         if run.grid.writes_vocabulary and (schedule.fits_text or names_text):  # a GGUF file
-            schedule = replace(schedule, measures_importance=True, chooses_types=config.quantises)
+            schedule = replace(
+                schedule,
+                measures_importance=True,
+                chooses_types=config.quantises,
+                prices_types=config.target.finds_share,
+            )
         if not schedule.plans_by_profile:
             if config.target.max_loss is not None:
                 raise ConfigError(

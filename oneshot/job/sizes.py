@@ -125,13 +125,15 @@ def _share_beside_types(job: Job, types: OriginalTypes | None, damages: Damages,
     def rounding(plan: Plan) -> float:
         return types.least_loss(plan, run.grid.stack(plan), file_bytes)
 
-    found, alone = beside_rounding(run.grid, run.method, target, damages, sensitivity, rounding), "would not fit"
-    if math.isfinite(found.rounding_alone):
-        alone = f"would lose {found.rounding_alone:.3f}"
-    run.tracker.say(
-        f"{found.target.sparsity:.1%} of the parameters go, predicted to lose {found.removal:.3f} nats a token, "
-        f"and the types of what stays {found.rounding:.3f}; with all parameters they {alone}."
-    )
+    found = beside_rounding(run.grid, run.method, target, damages, sensitivity, rounding)
+    alone = f"would lose {found.rounding_alone:.3f}" if math.isfinite(found.rounding_alone) else "would not fit"
+    sentence = f"All parameters stay: their types are predicted to lose {found.rounding:.3f} nats a token."
+    if found.target.sparsity:
+        sentence = (
+            f"{found.target.sparsity:.1%} of the parameters go, predicted to lose {found.removal:.3f} nats a token, "
+            f"and the types of what stays {found.rounding:.3f}; with all parameters they {alone}."
+        )
+    run.tracker.say(sentence)
     return found.target
 
 

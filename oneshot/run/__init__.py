@@ -5,13 +5,12 @@ from oneshot.run.calibration import SAVED_TEXT
 from oneshot.run.earlier import SAVED_TIMINGS, reported
 from oneshot.run.forms import better_form, grid_of
 from oneshot.run.opening import open_run
-from oneshot.run.prediction import TYPES, file_bytes, footprint_of, stages_of
+from oneshot.run.prediction import file_bytes, footprint_of, stages_of
 from oneshot.run.run import Run
 
 __all__ = [
     "SAVED_TEXT",
     "SAVED_TIMINGS",
-    "TYPES",
     "Run",
     "better_form",
     "budget_of",

@@ -22,8 +22,6 @@ from oneshot.run.dtype import fitting_dtype
 from oneshot.run.run import Run
 from oneshot.schedule import Schedule
 
-TYPES = "types of the original"  # the stage's name
-
 
 def footprint_of(run: Run, config: Config, schedule: Schedule, plan: Plan | None, *, dry: bool = False) -> Footprint:
     """Return what the run of a plan will take (None: only a profile); raises `MemoryLimitError` before any work.
@@ -67,10 +65,7 @@ def stages_of(
 ) -> dict[str, float]:
     """Return the stages of a run in order, and predicted seconds of which only ratios count."""
     machine = replace(run.machine, experts_together=footprint.experts_together)
-    stages = stage_seconds(_work_on(run, config, schedule, plan)(machine), footprint.store)
-    if config.target.finds_share:  # the file of the original, and gradients behind its tensors
-        return {"reading": stages["reading"], TYPES: 3 * stages["importance"]} | stages
-    return stages
+    return stage_seconds(_work_on(run, config, schedule, plan)(machine), footprint.store)
 
 
 def file_bytes(run: Run, config: Config, parameters: int, plan: Plan) -> tuple[int, int]:
@@ -88,8 +83,10 @@ def file_bytes(run: Run, config: Config, parameters: int, plan: Plan) -> tuple[i
         expected_bytes(dtype, run.model.checkpoint, parameters)
         for dtype in (part_dtype(config.save_dtype), config.save_dtype)
     )
-    rounded = of_result if config.quantises else 0  # a second file, before it replaces the first
-    return of_result, 0 if run.form.is_safetensors else of_parts + rounded
+    if config.quantises:  # a second file, which replaces the first
+        rounded = round((config.bits or 0) / 8 * parameters) or config.target.gguf_bytes or of_result
+        return min(of_result, rounded), of_parts + of_result
+    return of_result, 0 if run.form.is_safetensors else of_parts
 
 
 def _work_on(run: Run, config: Config, schedule: Schedule, plan: Plan | None) -> Callable[[Machine], Work]:

@@ -104,6 +104,9 @@ def test_the_choice_is_the_best_of_all_shares(
 
     monkeypatch.setattr(job.sizes, "beside_rounding", remembered)
     config = make_config(make_checkpoint(**MODEL), gguf_bytes=round(share * smallest), **FREE)
+    predicted, dense = predict(config), Path(config.checkpoint) / "model.safetensors"
+    assert predicted.result_bytes == config.target.gguf_bytes
+    assert predicted.scratch_bytes >= 1.9 * dense.stat().st_size  # a file of the original, made from parts
     report = compress(config)
     assert size_of(config) <= share * smallest
     [((grid, method, target, damages, sensitivity, rounding), found)] = asked
