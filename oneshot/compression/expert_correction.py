@@ -45,15 +45,19 @@ class ExpertFactors:
         return None if self.energies is None else relative(*self.energies.sum(0))
 
 
-def joined(groups: Sequence[ExpertFactors]) -> ExpertFactors:
-    """Join the factors of groups of experts, in their order, without a shared expert's."""
+def joined(found: Sequence[ExpertFactors | Factors]) -> ExpertFactors:
+    """Join the factors of groups of experts, in their order; a shared expert's are among them or the last group's."""
+    groups = [one for one in found if isinstance(one, ExpertFactors)]
+    shared = next((one for one in found if isinstance(one, Factors)), groups[-1].shared)
     if len(groups) == 1:
-        return groups[0]
+        return replace(groups[0], shared=shared)
+    energies = [one.energies for one in groups if one.energies is not None]
     return ExpertFactors(
         torch.cat([one.kept for one in groups]),
         torch.cat([one.weight for one in groups]),
-        torch.cat([one.energies for one in groups if one.energies is not None]),
+        torch.cat(energies) if energies else None,
         *_worst(groups),
+        shared=shared,
     )
 
 
@@ -84,13 +88,14 @@ def correct_group(
     """Return the downs over the kept neurons of a group's experts, each corrected by the tokens of its expert.
 
     Args:
-        down: `(E, D, m)` of all experts. kept: int64 `(n, m')` of the group's. dampings: the ridge of all experts.
+        down: `(E, D, m)` of all experts. kept: int64 `(n, m')` of the group's. statistics: of the group or of a larger
+            one; None: of none. dampings: the ridge of all experts.
     """
     size, hidden, device = task.dense_units, down.shape[1], task.machine.device
     weight = down.new_empty(len(kept), hidden, task.kept_units)
     if statistics is None:
         for place, columns in enumerate(kept):
-            weight[place] = as_like(down[place].to(device)[:, columns], weight)
+            weight[place] = as_like(down[group[place]].to(device)[:, columns], weight)
         return ExpertFactors(kept, weight)
     together, found = solved_together(size, hidden, device), list[Factors]()
     energies = torch.zeros(len(kept), 2, dtype=torch.float64, device=device)

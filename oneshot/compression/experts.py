@@ -6,6 +6,7 @@ stays as it is. A shared expert whose width is a multiple of the others' shrinks
 """
 
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 
@@ -13,7 +14,8 @@ import torch
 
 from oneshot.architecture import Experts, ExpertSizes, cut
 from oneshot.compression.branch_norm import MixtureNorms
-from oneshot.compression.expert_correction import ExpertFactors, correct_group, joined
+from oneshot.compression.correction import Factors, cost_of_columns
+from oneshot.compression.expert_correction import ExpertFactors, correct_group, joined, solved_together
 from oneshot.compression.expert_removal import keep_experts, measure_effects, named_experts, warn_of_removed
 from oneshot.compression.expert_statistics import ExpertAccumulator, ExpertStatistics, squared_gates
 from oneshot.compression.statistics import GramAccumulator, damping_of
@@ -27,6 +29,8 @@ from oneshot.stream import DensePass, Layer, Routing, States
 from oneshot.tensors import Tensors
 
 logger = logging.getLogger(__name__)
+
+BLOCKS_PER_PROCESS = 4  # of experts, so that a shared one or rare ones leave no process waiting for long
 
 
 @dataclass(frozen=True)
@@ -158,7 +162,7 @@ class ExpertsTask(SublayerTask):
         *before, last = self.groups
         for group in before:
             statistics, _ = self.measure_group(group, tensors, states, current, reference, dense)
-            solved.append(self.shared(partial(self.solve_group, tensors, statistics, generator)))
+            solved.append(self.solve_group(tensors, statistics, generator))
             del statistics
             release_heap()
         statistics, target = self.measure_group(last, tensors, states, current, reference, dense)
@@ -217,26 +221,59 @@ class ExpertsTask(SublayerTask):
         return statistics, target if is_last else None
 
     def solve(self, tensors: Tensors, statistics: MeasuredExperts | None) -> tuple[torch.Tensor, ExpertFactors, None]:
-        """Return the kept neurons `(E, m')` and the factors; None stands for no subspaces of values."""
+        """Return the kept neurons `(E, m')` and the factors, in all processes; None: no subspaces of values."""
         measured = MeasuredExperts(None, (), self.generator) if statistics is None else statistics
-        last = self.solve_group(tensors, measured.statistics, measured.generator)
+        last = self.solve_group(tensors, measured.statistics, measured.generator, with_shared=self.shrinks_shared)
         factors = joined((*measured.solved, last))
-        if self.shrinks_shared:
-            of_shared = None if measured.statistics is None else measured.statistics.shared
-            factors = replace(factors, shared=self.shared_task.solve(tensors, of_shared)[1])
         return factors.kept, factors, None
 
     def solve_group(
-        self, tensors: Tensors, statistics: ExpertStatistics | None, generator: torch.Generator
+        self,
+        tensors: Tensors,
+        statistics: ExpertStatistics | None,
+        generator: torch.Generator,
+        *,
+        with_shared: bool = False,
     ) -> ExpertFactors:
-        """Return the factors of the experts that the statistics are of, or of all without any."""
+        """Return the factors of the experts that the statistics are of, or of all without any, in all processes.
+
+        `with_shared`: also of the shared expert.
+        """
+        group = range(len(tensors[self.mixer.down])) if statistics is None else statistics.group
+        blocks = self.blocks(group, self.machine.workers.size)
+        jobs: list[Callable[[], ExpertFactors | Factors]] = [
+            partial(self.solve_experts, tensors, statistics, generator, block) for block in blocks
+        ]
+        costs = self.block_costs(blocks, with_shared=with_shared)
+        if with_shared:
+            of_shared = None if statistics is None else statistics.shared
+            jobs.append(lambda: self.shared_task.solve_alone(tensors, of_shared)[1])
+        return joined([*self.machine.workers.share_all(jobs, costs)])
+
+    def blocks(self, group: range, num_processes: int) -> list[range]:
+        """Return the experts of a group in blocks, which the processes share out; for one process there is one."""
+        if num_processes == 1 or self.selector == "random":  # whose numbers go on from expert to expert
+            return [group]
+        together = solved_together(self.dense_units, self.shape.hidden_size, self.machine.device)
+        length = together * max(1, len(group) // (BLOCKS_PER_PROCESS * num_processes * together))
+        return [group[first : first + length] for first in range(0, len(group), length)]
+
+    def block_costs(self, blocks: Sequence[range], *, with_shared: bool) -> list[float]:
+        """Return the costs of blocks of experts, and of the shared expert after them."""
+        hidden, width = self.shape.hidden_size, self.dense_units
+        costs = [len(block) * cost_of_columns(hidden, width) for block in blocks]
+        return costs + ([cost_of_columns(hidden, self.sizes.shared(width))] if with_shared else [])
+
+    def solve_experts(
+        self, tensors: Tensors, statistics: ExpertStatistics | None, generator: torch.Generator, block: range
+    ) -> ExpertFactors:
+        """Return the factors of some experts of those that the statistics are of, in this process alone."""
         down = tensors[self.mixer.down]
-        group = range(len(down)) if statistics is None else statistics.group
-        kept = torch.arange(self.dense_units, device=self.machine.device).repeat(len(group), 1)
+        kept = torch.arange(self.dense_units, device=self.machine.device).repeat(len(block), 1)
         if self.is_reduced:
-            evidence = self.evidence(tensors, group, statistics, generator)
+            evidence = self.evidence(tensors, block, statistics, generator)
             kept = SELECTORS[self.selector].neurons_of_experts(evidence, self.kept_units)
-        return correct_group(self, down, group, kept, statistics, self.dampings(statistics, len(down)))
+        return correct_group(self, down, block, kept, statistics, self.dampings(statistics, len(down)))
 
     def fold(self, tensors: Tensors, factors: ExpertFactors) -> Tensors:
         down = self.mixer.down

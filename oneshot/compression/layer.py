@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from types import MappingProxyType
 
 import torch
@@ -159,8 +158,7 @@ class LayerCompressor:
         work.reports += self._input_reports(layer)
         for task in tasks:
             if task.is_reduced:
-                solve = partial(task.solve, work.working, None)
-                units, factors, values = self._machine.workers.share(task.position, solve)
+                units, factors, values = task.solve(work.working, None)
                 work.working = task.fold(work.working, factors)
                 task.keep_(work, units, values)
                 work.reports.append(sublayer_report(task, factors, None))
@@ -201,12 +199,11 @@ class LayerCompressor:
             if task is tasks[-1]:
                 del dense, reference, dense_pass  # the factorisation needs their memory
             release_heap()
-            # 4. One worker chooses the units that stay and corrects the writer over their columns.
-            solve = partial(task.solve, work.working, statistics)
-            units, factors, values = self._machine.workers.share(task.position, solve)
+            # 4. The workers choose the units that stay and correct the writer over their columns.
+            units, factors, values = task.solve(work.working, statistics)
             if task.rounds:
                 factors = round_factors(task, work, factors, statistics)
-            del statistics, solve
+            del statistics
             work.working = task.fold(work.working, factors)
             task.keep_(work, units, values)
             if task.corrects_up:

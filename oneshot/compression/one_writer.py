@@ -87,7 +87,9 @@ class OneWriterTask(SublayerTask, ABC):
         linears = sums.finish(self.machine.workers, self.curvature)
         if self.rounds:
             work.inputs[self.index] = next(iter(linears.values())).inputs.gram
-        ranks = self.shared(lambda: {kind: linears[kind].nearest(rank) for kind, rank in self.ranks.items()})
+        jobs = [partial(linears[kind].nearest, rank) for kind, rank in self.ranks.items()]
+        costs = [linears[kind].cost for kind in self.ranks]
+        ranks = dict(zip(self.ranks, self.machine.workers.share_all(jobs, costs), strict=True))
         work.working, work.ranks[self.index] = with_ranks(work.working, self.sublayer.mixer, ranks), ranks
 
     def measure(
@@ -142,6 +144,12 @@ class OneWriterTask(SublayerTask, ABC):
     def solve(
         self, tensors: Tensors, statistics: Statistics | None
     ) -> tuple[torch.Tensor, Factors, torch.Tensor | None]:
+        return self.shared(partial(self.solve_alone, tensors, statistics))
+
+    def solve_alone(
+        self, tensors: Tensors, statistics: Statistics | None
+    ) -> tuple[torch.Tensor, Factors, torch.Tensor | None]:
+        """Return what `solve` does, in this process alone."""
         # 1. The writer with its bias, as the norm after it lets the stream see it.
         weight, branch_norm = seen_writer(self.sublayer, tensors, self.machine.device)
         # 2. The heads or neurons that stay.

@@ -38,6 +38,8 @@ from oneshot.machine.transfer import as_like
 from oneshot.stream import Layer
 from oneshot.tensors import Tensors
 
+EIGEN_OPERATIONS = 48.0  # eigenvectors of n rows in float64, and products with their roots, ÷ n³
+
 
 @dataclass(frozen=True)
 class Factored:
@@ -67,6 +69,11 @@ class Factored:
 Ranks = dict[RankedKind, Factored]
 
 
+def cost_of_rank(outputs: int, inputs: int) -> float:
+    """Return the cost of the curve or of one rank of a linear, in operations of float32 products on a CPU."""
+    return EIGEN_OPERATIONS * inputs**3 + 4 * inputs**2 * outputs
+
+
 @dataclass(frozen=True)
 class Inputs:
     """The inputs of linears, by their `gram (n, n)`; linears with the same inputs share the root. `of`: their name."""
@@ -93,6 +100,11 @@ class Ranked:
     weight: torch.Tensor
     inputs: Inputs
     metric: torch.Tensor
+
+    @property
+    def cost(self) -> float:
+        """Return the cost of its curve or of one rank, as `cost_of_rank`."""
+        return cost_of_rank(*self.weight.shape)
 
     def errors(self) -> torch.Tensor:
         """Return the share of the outputs' weighted energy that every rank loses; float64 `(min(m, n) + 1,)`, host."""

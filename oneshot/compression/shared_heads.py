@@ -65,7 +65,5 @@ def find_shared_heads(
         states.defer(lambda x, _, layer=layer: layer.run_all(x))  # type: ignore[misc]
     states.close()
     kept = plan.layers[plan.kept_layers[0]].num_attention_heads
-    return {
-        name: machine.workers.share(number, partial(chosen.blocks_of_shared, total, shape.num_attention_heads, kept))
-        for number, (name, total) in enumerate(totals.items())
-    }
+    jobs = [partial(chosen.blocks_of_shared, total, shape.num_attention_heads, kept) for total in totals.values()]
+    return dict(zip(totals, machine.workers.share_all(jobs, [1.0] * len(jobs)), strict=True))

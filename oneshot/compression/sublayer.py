@@ -210,7 +210,7 @@ class SublayerTask:
         raise NotImplementedError
 
     def solve(self, tensors: Tensors, statistics: Any) -> tuple[torch.Tensor, Any, torch.Tensor | None]:
-        """Return the kept units, the factors, and the values' subspaces if they shrink.
+        """Return the kept units, the factors, and the values' subspaces if they shrink, in all processes.
 
         `statistics` are what `measure` returned, or None for a choice by weights alone.
         """

@@ -6,7 +6,7 @@ One dense pass over the text sums a Gram at the input of every norm. The Grams o
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -185,14 +185,22 @@ def _decompose(
         return reduce(torch.add, map(gram, positions))
 
     everywhere = total(range(len(group_of))) if shared_weight else 0.0
+    members = [[at for at, member in enumerate(group_of) if member == group] for group in range(group_of[-1] + 1)]
+    # 1. Every worker decomposes some groups.
+    for group, positions in enumerate(members):
+        if workers.owns(group):
+            own = total(positions)
+            counted = own + shared_weight * (everywhere - own) if shared_weight else own
+            save_file({"directions": principal_directions(counted).cpu().contiguous()}, _path(folder, group))
+            del own, counted
+    # 2. All workers get all directions.
     energies = []
-    for group in range(group_of[-1] + 1):
-        members = [position for position, member in enumerate(group_of) if member == group]
-        own = total(members)
-        counted = own + shared_weight * (everywhere - own) if shared_weight else own
-        directions = workers.share(group, partial(principal_directions, counted))
-        energies += [energies_along(gram(position), directions).cpu() for position in members]
-        save_file({"directions": directions.cpu().contiguous()}, _path(folder, group))
+    for group, positions in enumerate(members):
+        found = workers.share(group, lambda group=group: load_file(_path(folder, group)))  # type: ignore[misc]
+        if not workers.owns(group):
+            save_file(found, _path(folder, group))
+        directions = found["directions"].to(device)
+        energies += [energies_along(gram(position), directions).cpu() for position in positions]
     return Subspaces(folder, group_of, torch.stack(energies))
 
 

@@ -5,15 +5,17 @@ torch.distributed carries the sums, by NCCL between GPUs and by gloo between CPU
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
 from oneshot.errors import DeviceError, WorkerError, cause
+from oneshot.machine.sharing import Loads
 
 PATIENCE = timedelta(minutes=30)  # for a process that computes what all others wait for
 
@@ -42,7 +44,7 @@ class Workers:
         return slice(start, stop)
 
     def owns(self, task: int) -> bool:
-        """Return whether a numbered task belongs to this process; processes take turns."""
+        """Return whether a numbered task, which the others wait for, belongs to this process; processes take turns."""
         return task % self.size == self.rank
 
     def sum_(self, *tensors: torch.Tensor) -> None:
@@ -76,6 +78,22 @@ class Workers:
             sent = iter(tensors)
             shared: Result = _with_tensors(held[0], lambda slot: _broadcast(slot, next(sent, None), owner))
         return shared
+
+    def share_all(
+        self, jobs: Sequence[Callable[[], Result]], costs: Sequence[float], loads: Loads | None = None
+    ) -> Iterator[Result]:
+        """Yield what each job returns, on every process; each process first computes its own ones.
+
+        Args:
+            costs: predicted, of the jobs. loads: what the processes have to compute beside them; None: nothing.
+        """
+        if self.size == 1:
+            yield from (job() for job in jobs)
+            return
+        owners = (Loads(self.size) if loads is None else loads).share_out(costs)
+        own = {number: jobs[number]() for number, owner in enumerate(owners) if owner == self.rank}
+        for number, owner in enumerate(owners):
+            yield self.share(owner, partial(own.pop, number))
 
     def gather(self, items: tuple[Result, ...]) -> tuple[Result, ...]:
         """Return the items of all processes, on every process."""

@@ -10,12 +10,13 @@ one more.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from oneshot.checkpoint import Model
 from oneshot.compression.branch_norm import MixtureNorms
-from oneshot.compression.correction import predicted_energies, relative
+from oneshot.compression.correction import Factors, predicted_energies, relative
 from oneshot.compression.curvature import LayerCurvature, root_of
 from oneshot.compression.expert_correction import ExpertFactors, joined
 from oneshot.compression.expert_removal import add_effects_
@@ -26,6 +27,7 @@ from oneshot.compression.fold import augmented_weight
 from oneshot.linalg.interpolative import missed_energies, ordered_factor
 from oneshot.linalg.pivoted_qr import weighted_pivots
 from oneshot.machine import ALONE, Machine, Workers
+from oneshot.machine.sharing import Loads
 from oneshot.method import Method
 from oneshot.planning import dense_plan
 from oneshot.profiling.probes import probe_size
@@ -33,7 +35,8 @@ from oneshot.selection import pivots_of_experts
 from oneshot.stream import Layer
 from oneshot.tensors import Tensors
 
-Narrowed = tuple[ExpertFactors, list[tuple[torch.Tensor, torch.Tensor]]]
+Energies = tuple[torch.Tensor, torch.Tensor]
+Narrowed = tuple[ExpertFactors, list[Energies]]
 """Kept neurons of a group of experts, corrected, and energies of the error and of the output of each. The last group
 has the shared expert as one more, if it shrinks with the others."""
 
@@ -98,10 +101,10 @@ class NarrowerExperts:
     """Measure what fewer neurons in every expert of a layer cost, from the statistics of one group after the other.
 
     All groups come once for the curve, which decides how many neurons stay in the layer's probe. The last group is
-    corrected for so many at once, and the others when they come again (`order`).
+    corrected for so many at once, and the others when they come again (`order`). The workers share out the experts.
 
     Args:
-        task: of any width below the full. tensors: the layer's.
+        task: of any width below the full. tensors: the layer's. workers, loads: as in `Workers.share_all`.
 
     Attributes:
         errors: the relative squared error of the layer's experts with their k best neurons, for every k: `(m + 1,)`. It
@@ -110,8 +113,10 @@ class NarrowerExperts:
         tokens: of every expert, float64 `(E,)`.
     """
 
-    def __init__(self, task: ExpertsTask, tensors: Tensors) -> None:
-        self._task, self._tensors = task, tensors
+    def __init__(
+        self, task: ExpertsTask, tensors: Tensors, workers: Workers = ALONE, loads: Loads | None = None
+    ) -> None:
+        self._task, self._tensors, self._workers, self._loads = task, tensors, workers, loads
         self._missed = torch.zeros(task.dense_units + 1, dtype=torch.float64)
         self._narrowed: dict[int, Narrowed] = {}
         self.errors = torch.empty(0, dtype=torch.float64)
@@ -124,9 +129,9 @@ class NarrowerExperts:
         return [*groups, *groups[:-1]]
 
     def add_(self, statistics: ExpertStatistics) -> None:
-        """Add the next group of experts, and with the last of all the shared expert."""
+        """Add the next group of experts, and with the last of all the shared expert, in all processes."""
         if not len(self.errors):
-            add_missed_(self._missed, self._task, self._tensors, statistics)
+            add_missed_(self._missed, self._task, self._tensors, statistics, self._workers, self._loads)
             self.tokens = statistics.num_rows.double()
             if statistics.group.stop < len(statistics.num_rows):
                 return
@@ -134,49 +139,111 @@ class NarrowerExperts:
             width, step = self._task.shape.intermediate_size, self._task.shape.width_step
             kept = min(width, probe_size(self.errors[::step]) * step)
             self._task = replace(self._task, plan=self._task.plan.with_sizes(intermediate_size=kept))
-        self._narrowed[statistics.group.start] = narrow(self._task, self._tensors, statistics)
+        self._narrowed[statistics.group.start] = narrow(
+            self._task, self._tensors, statistics, self._workers, self._loads
+        )
 
     def narrowed(self) -> tuple[Tensors, float]:
         """Return the layer with the neurons of the probe in every expert, corrected, and its relative squared error."""
         return join(self._task, self._tensors, [self._narrowed[first] for first in sorted(self._narrowed)])
 
 
-def add_missed_(total: torch.Tensor, task: ExpertsTask, tensors: Tensors, statistics: ExpertStatistics) -> None:
-    """Add to `total (m + 1,)` the squared error of a group of experts with their k best neurons, for every k."""
-    evidence = task.evidence(tensors, statistics.group, statistics, task.generator)
-    seen = _seen(task)
+def add_missed_(
+    total: torch.Tensor,
+    task: ExpertsTask,
+    tensors: Tensors,
+    statistics: ExpertStatistics,
+    workers: Workers = ALONE,
+    loads: Loads | None = None,
+) -> None:
+    """Add to `total (m + 1,)` the squared error of a group of experts with their k best neurons, for every k.
+
+    `workers`, `loads`: as in `Workers.share_all`.
+    """
+    blocks, shared = task.blocks(statistics.group, workers.size), statistics.shared
+    jobs = [partial(_missed_by_experts, task, tensors, statistics, block) for block in blocks]
+    if shared is not None:
+        jobs.append(partial(_missed_by_shared, task, tensors, statistics))
+    costs = task.block_costs(blocks, with_shared=shared is not None)
+    for curves in workers.share_all(jobs, costs, loads):
+        for curve in curves:  # in the order of one process
+            total += curve
+
+
+def _missed_by_experts(
+    task: ExpertsTask, tensors: Tensors, statistics: ExpertStatistics, block: range
+) -> list[torch.Tensor]:
+    """Return the squared errors `(m + 1,)` of the experts of a block that saw tokens."""
+    evidence, seen = task.evidence(tensors, block, statistics, task.generator), _seen(task)
     orders = pivots_of_experts(evidence, task.dense_units)
-    for expert, one, order in zip(statistics.group, evidence, orders, strict=True):
-        if statistics.num_rows[expert]:
-            total += missed_energies(ordered_factor(one.known_gram(), order), seen(one.consumer[:, order]))
-    if statistics.shared is not None:
-        gram = statistics.shared.gram
-        shared = replace(evidence[0], consumer=_shared_down(task, tensors), gram=gram)
-        order = weighted_pivots(*shared.neurons(), rank=len(gram))
-        of_shared = missed_energies(ordered_factor(gram, order), seen(shared.consumer[:, order]))
-        total += of_shared[:: len(gram) // task.dense_units]
+    return [
+        missed_energies(ordered_factor(one.known_gram(), order), seen(one.consumer[:, order]))
+        for expert, one, order in zip(block, evidence, orders, strict=True)
+        if statistics.num_rows[expert]
+    ]
 
 
-def narrow(task: ExpertsTask, tensors: Tensors, statistics: ExpertStatistics) -> Narrowed:
-    """Return the kept neurons of every expert of a group, corrected."""
-    factors, device, seen = task.solve_group(tensors, statistics, torch.Generator()), task.machine.device, _seen(task)
+def _missed_by_shared(task: ExpertsTask, tensors: Tensors, statistics: ExpertStatistics) -> list[torch.Tensor]:
+    """Return the squared error `(m + 1,)` of the shared expert, by the widths of the others."""
+    assert statistics.shared is not None
+    gram, [first] = statistics.shared.gram, task.evidence(tensors, statistics.group[:1], statistics, task.generator)
+    shared = replace(first, consumer=_shared_down(task, tensors), gram=gram)
+    order = weighted_pivots(*shared.neurons(), rank=len(gram))
+    of_shared = missed_energies(ordered_factor(gram, order), _seen(task)(shared.consumer[:, order]))
+    return [of_shared[:: len(gram) // task.dense_units]]
+
+
+def narrow(
+    task: ExpertsTask,
+    tensors: Tensors,
+    statistics: ExpertStatistics,
+    workers: Workers = ALONE,
+    loads: Loads | None = None,
+) -> Narrowed:
+    """Return the kept neurons of every expert of a group, corrected; `workers`, `loads`: as in `Workers.share_all`."""
+    blocks, with_shared = task.blocks(statistics.group, workers.size), task.shrinks_shared
+    with_shared = with_shared and statistics.shared is not None
+    jobs: list[Callable[[], tuple[ExpertFactors | Factors, list[Energies]]]] = [
+        partial(_narrowed_experts, task, tensors, statistics, block) for block in blocks
+    ]
+    if with_shared:
+        jobs.append(partial(_narrowed_shared, task, tensors, statistics))
+    found = [*workers.share_all(jobs, task.block_costs(blocks, with_shared=with_shared), loads)]
+    return joined([factors for factors, _ in found]), [pair for _, energies in found for pair in energies]
+
+
+def _narrowed_experts(
+    task: ExpertsTask, tensors: Tensors, statistics: ExpertStatistics, block: range
+) -> tuple[ExpertFactors, list[Energies]]:
+    factors, device, seen = (
+        task.solve_experts(tensors, statistics, torch.Generator(), block),
+        task.machine.device,
+        _seen(task),
+    )
     norms, downs = MixtureNorms.of(task.stack, tensors, device), tensors[task.mixer.down].to(device)
     if norms is not None and task.curvature is None:
         seen = norms.seen
-    energies = [
+    return factors, [
         predicted_energies(seen(downs[expert]), seen(weight), columns, statistics.of(expert))
-        for expert, weight, columns in zip(statistics.group, factors.weight, factors.kept, strict=True)
+        for expert, weight, columns in zip(block, factors.weight, factors.kept, strict=True)
     ]
-    if statistics.shared is not None and task.shrinks_shared:
-        down, (_, shared, _) = _shared_down(task, tensors), task.shared_task.solve(tensors, statistics.shared)
-        energies.append(predicted_energies(seen(down), seen(shared.weight), shared.kept_columns, statistics.shared))
-        factors = replace(factors, shared=shared)
-    return factors, energies
+
+
+def _narrowed_shared(
+    task: ExpertsTask, tensors: Tensors, statistics: ExpertStatistics
+) -> tuple[Factors, list[Energies]]:
+    assert statistics.shared is not None
+    down, seen, (_, shared, _) = (
+        _shared_down(task, tensors),
+        _seen(task),
+        task.shared_task.solve(tensors, statistics.shared),
+    )
+    return shared, [predicted_energies(seen(down), seen(shared.weight), shared.kept_columns, statistics.shared)]
 
 
 def join(task: ExpertsTask, tensors: Tensors, groups: Sequence[Narrowed]) -> tuple[Tensors, float]:
     """Return the layer with the kept neurons of all groups of experts in order, and its relative squared error."""
-    factors = replace(joined([one for one, _ in groups]), shared=groups[-1][0].shared)
+    factors = joined([one for one, _ in groups])
     energies = [pair for _, of_group in groups for pair in of_group]
     error, energy = (torch.stack(parts).sum() for parts in zip(*energies, strict=True))
     return task.fold(tensors, factors), relative(error, energy) ** 2

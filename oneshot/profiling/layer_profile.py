@@ -164,8 +164,6 @@ class LayerProfile:
 
         `metric`: the curvature of this output, or None.
         """
-        if not linears:
-            return
         mixer = self._stack.sublayers[index].mixer
         curves = {kind: linear.errors() for kind, linear in linears.items()}
         ranks = {kind: probe_size(errors, RANK_SHARE) for kind, errors in curves.items()}

@@ -1,8 +1,8 @@
 """One dense pass: error curves of every smaller size, and what reduced sublayers do to the model's output.
 
 A few *probe* sequences, of which the statistics have none, pass through the model once for every sublayer that is
-reduced alone. Each worker has its part of the statistics' sequences. Workers take turns with the sublayers: one
-computes a sublayer's curve and moves its probe.
+reduced alone. Each worker has its part of the statistics' sequences. The workers share out what is computed from a
+layer's statistics by its cost (`costs`): one computes a curve and moves its probe. All of them share the experts.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,9 +18,11 @@ from oneshot.compression.overflow import naming_the_layer
 from oneshot.compression.statistics import Statistics
 from oneshot.machine import Machine
 from oneshot.machine.memory import release_heap
+from oneshot.machine.sharing import Loads
 from oneshot.machine.transfer import Uploader
 from oneshot.planning import Profile, ProfileOrigin
 from oneshot.planning.plan import RemovedUnit
+from oneshot.profiling.costs import Task, layer_costs
 from oneshot.profiling.expert_profile import NarrowerExperts, experts_task
 from oneshot.profiling.layer_profile import LayerProfile, Measures
 from oneshot.profiling.layer_statistics import LayerStatistics, LayerSums
@@ -82,6 +84,7 @@ class LayerProfiler:
         self._curves: list[Tensors] = []
         self._costs: list[float] = []
         self._influence: list[float] = []
+        self._loads = Loads(machine.workers.size)
 
     @property
     def num_probe_tokens(self) -> int:
@@ -104,7 +107,7 @@ class LayerProfiler:
         if stack.experts is not None and "ffn" in probed:
             width = self._model.shape.intermediate_size
             task = experts_task(self._model, self._machine, layer, width // 2, curvature)
-            narrower = NarrowerExperts(task, tensors)
+            narrower = NarrowerExperts(task, tensors, workers, self._loads)
         with naming_the_layer(layer, lambda: tensors):
             statistics = self._statistics(layer, tensors, of_text, curvature, narrower)
         # 3. The dense outputs on the probe sequences.
@@ -114,8 +117,9 @@ class LayerProfiler:
         of_ffn = self._output(dense, stack, ffn, attended, tensors)
         profile = LayerProfile(self._model, self._machine, builder, self._probes, self._measures, layer, tensors, dense)
         self._influence.append(statistics.influence)
-        # 4. One worker: the curves of attention, and its probes.
-        if workers.owns(stack.position(layer, mixer)):
+        # 4. Of what this worker has to compute: the curves of attention, and its probes.
+        own = self._own_tasks(stack, layer, tensors)
+        if (mixer, None) in own:
             if "layer" in probed:
                 self._probes.add(Probe("layer", layer), before)
             if "sublayer" in probed:
@@ -126,29 +130,41 @@ class LayerProfiler:
                 profile.values(statistics.heads)
             if statistics.query_key_grams:
                 profile.scores(*statistics.query_key_grams)
-            linears = statistics.linears.pop(mixer, {})
+        # 5. The curves of linears of low rank.
+        for index, output in ((mixer, of_mixer), (ffn, of_ffn)):
+            linears = statistics.linears.pop(index, {})
+            linears = {kind: linear for kind, linear in linears.items() if (index, kind) in own}
             if linears:
-                profile.ranks(mixer, linears, of_mixer, None if curvature is None else curvature.output)
-        # 5. Another worker: the curves of the FFN or of the experts, and their probes.
-        if workers.owns(stack.position(layer, ffn)):
+                of_output = None if curvature is None else curvature.ffn if index == ffn else curvature.output
+                profile.ranks(index, linears, output, of_output)
+            del linears  # what follows needs their memory
             release_heap()
+        # 6. The curves of the FFN or of the experts, and their probes.
+        if narrower is not None:
+            assert isinstance(statistics.neurons, ExpertStatistics)
+            narrower.add_(statistics.neurons)
+        if (ffn, None) in own:
+            metric = None if curvature is None else curvature.ffn
             if "sublayer" in probed:
                 self._probes.add(Probe("no ffn", layer), attended)
-            linears, metric = statistics.linears.pop(ffn, {}), None if curvature is None else curvature.ffn
-            profile.ranks(ffn, linears, of_ffn, metric)
-            del linears  # what follows needs their memory
             if statistics.effects is not None:
                 profile.whole_experts(statistics.effects, attended)
             if narrower is not None:
-                assert isinstance(statistics.neurons, ExpertStatistics)
-                narrower.add_(statistics.neurons)
                 profile.experts(narrower, of_ffn, metric)
             elif isinstance(statistics.neurons, Statistics):
                 profile.ffn(statistics.neurons, of_ffn, metric)
-        # 6. The dense probe sequences move on.
+        # 7. The dense probe sequences move on.
         self._curves.append(profile.curves)
         self._costs.append(profile.cost)
         self._probes.dense = dense.moved(ffn, attended, of_ffn.total)
+
+    def _own_tasks(self, stack: Stack, layer: int, tensors: Tensors) -> set[Task]:
+        """Return what this worker computes of a layer's curves."""
+        with_ranks = self._measures.ranks and layer not in self._model.family.dense_layers
+        costs = layer_costs(stack, tensors, self._measures.probed, with_ranks=with_ranks)
+        self._loads.begin_stage()
+        owners = self._loads.share_out([*costs.values()])
+        return {task for task, owner in zip(costs, owners, strict=True) if owner == self._machine.workers.rank}
 
     def _output(self, dense: Layer, stack: Stack, index: int, x: torch.Tensor, tensors: Tensors) -> SublayerOutput:
         """Return what a sublayer of the dense layer gives for the stream `x` before it."""
@@ -197,13 +213,12 @@ class LayerProfiler:
         """Sum the layer's statistics while its text moves through it.
 
         Of several groups of experts, all but the last have been summed before, in passes that do not move the text, and
-        `narrower` of the worker that computes their curve has taken them.
+        `narrower` has taken them.
         """
         model, machine, measures, group = self._model, self._machine, self._measures, None
         if narrower is not None:
             *before, group = narrower.order
             self.states.passes = len(narrower.order)
-            stack = model.family.stack_of(layer)
             for each in before:
                 of_group = LayerSums(
                     *(model, machine, layer, tensors, dense),
@@ -215,9 +230,9 @@ class LayerProfiler:
                 for x, _ in self.states.read(again=True):
                     of_group(x, False)
                 neurons = of_group.finish().neurons
-                if machine.workers.owns(stack.position(layer, stack.index_of("ffn"))):
-                    assert isinstance(neurons, ExpertStatistics)
-                    narrower.add_(neurons)
+                assert isinstance(neurons, ExpertStatistics)
+                self._loads.begin_stage()
+                narrower.add_(neurons)
                 del of_group, neurons
                 release_heap()
         sums = LayerSums(

@@ -36,6 +36,10 @@ def share_records(environment: Mapping[str, str], told: Path) -> None:
             assert record["flags"].tolist() == [True, False]
             assert record["none"].shape == (0, 2)
             assert (text, number) == ("text", 1)
+        computed: list[int] = []
+        jobs = [lambda number=number: computed.append(number) or torch.tensor(number) for number in range(4)]
+        assert [int(one) for one in workers.share_all(jobs, [1.0, 3.0, 1.0, 1.0])] == [0, 1, 2, 3]
+        assert computed == [[1], [0, 2, 3]][workers.rank]
         workers.wait()
         torch.distributed.destroy_process_group()
     except BaseException:
