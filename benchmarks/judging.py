@@ -109,8 +109,8 @@ def judge(
 ) -> list[dict[str, Any]]:
     """The rows' records of compressed models: size, calibration, perplexities, and how like the dense model each is.
 
-    `top1_agreement` and `kl_divergence` (nats per token) are of the next token, on every text. `flops_ratio` is of the
-    layers, with attention's products, for the mean token of a window (STAT section 4).
+    `top1_agreement`, `kl_divergence` (nats per token) and `acceptance` are of the next token, on every text.
+    `flops_ratio` is of the layers, with attention's products, for the mean token of a window (STAT section 4).
     """
     records = []
     outputs = [Path(report.config["output"]) for report in reports]
@@ -121,7 +121,7 @@ def judge(
             "layer_parameters": report.layer_parameters["compressed"],
             "flops_ratio": flops_ratio(output, dense, next(iter(windows.values())).shape[1]),
         }
-        measures = ("top1_agreement", "kl_divergence")
+        measures = ("top1_agreement", "kl_divergence", "acceptance")
         likeness = {measure: {name: getattr(one, measure) for name, one in scores.items()} for measure in measures}
         records.append(sizes | calibration_record(report.to_dict()) | losses(scores) | likeness)
     return records

@@ -183,6 +183,7 @@ def _evaluation(
         tokens_scored={text: value.tokens_scored for text, value in score.items()},
         top1_agreement=_known({text: value.top1_agreement for text, value in score.items()}),
         kl_divergence=_known({text: value.kl_divergence for text, value in score.items()}),
+        acceptance=_known({text: value.acceptance for text, value in score.items()}),
         prefill_seconds=latency[0],
         decode_seconds=latency[1],
         texts=records,

@@ -34,6 +34,7 @@ LABELS = {  # of rows in the table, if a field's name is not enough
     "perplexity": "perplexity {text} ({tokens:,} tokens)",
     "top1_agreement": "top-1 agreement {text}",
     "kl_divergence": "KL divergence {text} (0: same predictions)",
+    "acceptance": "acceptance {text} (as a draft of the baseline)",
     "score": "score: perplexity ÷ baseline's, geometric mean",
     "worst_ratio": "perplexity ÷ baseline's, worst text",
 }
@@ -58,7 +59,7 @@ class Evaluation:
 
     Of encoders and encoder–decoders, `measures` has the numbers of every source of examples, and perplexities and the
     KV cache are left out. Sizes of layers are None if the family is not known.
-    Beside a baseline, `top1_agreement` and `kl_divergence` (nats per token) are as in `TextScore`, `score` is the
+    Beside a baseline, `top1_agreement`, `kl_divergence` and `acceptance` are as in `TextScore`, `score` is the
     geometric mean over the texts of perplexity ÷ the baseline's, `worst_ratio` the largest of these ratios.
     `bos` is the token that the tokenizer puts before every window and before a task's texts, empty if it puts none;
     None for models that are not asked to write.
@@ -75,6 +76,7 @@ class Evaluation:
     tokens_scored: dict[str, int]
     top1_agreement: dict[str, float] | None = None
     kl_divergence: dict[str, float] | None = None
+    acceptance: dict[str, float] | None = None
     score: float | None = None
     worst_ratio: float | None = None
     prefill_seconds: float | None = None

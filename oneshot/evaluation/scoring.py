@@ -20,8 +20,10 @@ class TextScore:
     """One model on one text.
 
     `top1_agreement` is the share of scored positions with the baseline's most likely next token,
-    `kl_divergence` the mean KL(baseline ‖ model) in nats per token; None without a baseline. `window_losses` has the
-    mean loss of every window in nats per token; `perplexity` is the exponential of their mean.
+    `kl_divergence` the mean KL(baseline ‖ model) in nats per token, `acceptance` the mean of `Σ min(p, q)` over the
+    vocabulary: the share of its tokens that the baseline accepts in speculative sampling (Leviathan et al. 2023,
+    arXiv:2211.17192, section 3.1). All three are None without a baseline. `window_losses` has the mean loss of every
+    window in nats per token; `perplexity` is the exponential of their mean.
     """
 
     perplexity: float
@@ -29,6 +31,7 @@ class TextScore:
     window_losses: tuple[float, ...]
     top1_agreement: float | None = None
     kl_divergence: float | None = None
+    acceptance: float | None = None
 
 
 def perplexity(
@@ -95,6 +98,7 @@ class _Totals:
     compared: int = 0
     agreed: int = 0
     divergence: float = 0.0
+    accepted: float = 0.0
 
     def add(self, logits: torch.Tensor, targets: torch.Tensor, reference: torch.Tensor | None = None) -> None:
         """Add windows: logits and the baseline's `(windows · (L − 1), vocabulary)`, targets `(windows, L − 1)`."""
@@ -107,6 +111,7 @@ class _Totals:
                 log_q = reference[part].float().log_softmax(-1)
                 self.agreed += int((logits[part].argmax(-1) == reference[part].argmax(-1)).sum())
                 self.divergence += (log_q.exp() * (log_q - log_p)).sum(-1).double().sum().item()
+                self.accepted += torch.minimum(log_p, log_q).exp_().sum(-1).double().sum().item()
                 self.compared += len(log_q)
         self.window_losses += torch.cat(losses).view(targets.shape).mean(1).tolist()
         self.tokens += len(flat)
@@ -122,4 +127,5 @@ class _Totals:
         value = math.exp(loss)
         if not self.compared:
             return TextScore(value, self.tokens, losses)
-        return TextScore(value, self.tokens, losses, self.agreed / self.compared, self.divergence / self.compared)
+        means = (each / self.compared for each in (self.agreed, self.divergence, self.accepted))
+        return TextScore(value, self.tokens, losses, *means)

@@ -65,11 +65,15 @@ def test_a_uniform_model_has_the_vocabulary_as_perplexity() -> None:
 
 
 @torch.no_grad()
-def reference_agreement(model: Any, baseline: Any, windows: torch.Tensor) -> tuple[float, float]:
-    """Return top-1 agreement and mean KL(baseline ‖ model), by SciPy in float64, all windows in one batch."""
+def reference_agreement(model: Any, baseline: Any, windows: torch.Tensor) -> tuple[float, float, float]:
+    """Return top-1 agreement, mean KL(baseline ‖ model) and acceptance, by SciPy in float64, in one batch.
+
+    What is accepted is one minus the total variation.
+    """
     p, q = (log_softmax(one(windows).logits[:, :-1].double().numpy(), axis=-1) for one in (model, baseline))
     agreement = np.mean(p.argmax(-1) == q.argmax(-1))
-    return float(agreement), float(rel_entr(np.exp(q), np.exp(p)).sum(-1).mean())
+    varied = np.abs(np.exp(p) - np.exp(q)).sum(-1).mean() / 2
+    return float(agreement), float(rel_entr(np.exp(q), np.exp(p)).sum(-1).mean()), float(1 - varied)
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
@@ -89,12 +93,13 @@ def test_agreement_equals_scipy(batch_size: int) -> None:
         assert score.perplexity == pytest.approx(reference_perplexity(model, windows), rel=TOLERANCES["perplexity"])
         assert score.window_losses == pytest.approx(reference_losses(model, windows), rel=1e-5)
     for score, model in zip(scores[:2], (near, far), strict=True):
-        agreement, divergence = reference_agreement(model, baseline, windows)
+        agreement, divergence, accepted = reference_agreement(model, baseline, windows)
+        assert score.acceptance == pytest.approx(accepted, abs=1e-5)
         assert score.top1_agreement == pytest.approx(agreement, abs=2 / score.tokens_scored), "ties by rounding"
         assert score.kl_divergence == pytest.approx(divergence, rel=1e-4)
     assert scores[0].top1_agreement is not None
     assert 0.5 < scores[0].top1_agreement < 1, "the case is neither trivial nor hopeless"
-    assert scores[2].top1_agreement is scores[2].kl_divergence is None
+    assert scores[2].top1_agreement is scores[2].kl_divergence is scores[2].acceptance is None
 
 
 def test_every_model_runs_once_over_a_window() -> None:
@@ -126,6 +131,7 @@ def test_a_model_as_its_own_baseline(make_checkpoint: MakeCheckpoint, text_file:
     same, dense = evaluate([folder], texts, baseline=folder, decode_tokens=0, **OPTIONS)
     assert same.top1_agreement == dict.fromkeys(texts, 1.0)
     assert same.kl_divergence == dict.fromkeys(texts, 0.0)
+    assert same.acceptance == pytest.approx(dict.fromkeys(texts, 1.0))
     assert same.score == same.worst_ratio == pytest.approx(1.0, abs=1e-12)
     assert dense.score is dense.worst_ratio is dense.top1_agreement is dense.kl_divergence is None
     (alone,) = evaluate([folder], texts, decode_tokens=0, **OPTIONS)
@@ -176,7 +182,9 @@ def test_numbers_of_two_models_side_by_side(
     assert compressed.worst_ratio == max(ratios)
     for text in texts:
         windows = load_windows(text, tokenizer, sequence_length=32, max_windows=6)
-        agreement, divergence = reference_agreement(*models, windows)
+        agreement, divergence, accepted = reference_agreement(*models, windows)
+        assert compressed.acceptance is not None
+        assert compressed.acceptance[text] == pytest.approx(accepted, abs=1e-5)
         assert compressed.top1_agreement is not None
         assert compressed.kl_divergence is not None
         assert compressed.top1_agreement[text] == pytest.approx(agreement, abs=1 / (6 * 31))
