@@ -15,6 +15,7 @@ from interruptions import contents, stop_before, undisturbed
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
+from worker_threads import run_in_threads
 
 pytest.importorskip("compressed_tensors", reason="the extra `compressed`")
 from transformers import AutoModelForCausalLM
@@ -142,6 +143,19 @@ def test_an_interrupted_run_ends_with_the_same_bytes(make_checkpoint: MakeCheckp
     stop_before(1, partial(compress, config))
     compress(config)
     assert contents(Path(config.output)) == undisturbed(config)
+
+
+@pytest.mark.parametrize(("form", "name"), [("per-layer", "w4a16"), ("stock", "w8a8"), ("nemotron-nas", "fp8")])
+def test_two_processes_write_the_bytes_of_one(
+    form: str, name: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    """Each sums its own part of the text, and one of them rounds."""
+    options = {"form": form, "quantise": name, "num_sequences": 4, "batch_size": 1}
+    folder = make_checkpoint(**SIZES)
+    one, two = (make_config(folder, output=tmp_path / each, **options) for each in ("one", "two"))
+    alone, (shared, _) = compress(one), run_in_threads(2, lambda: compress(two))
+    assert contents(tmp_path / "one") == contents(tmp_path / "two")
+    assert [layer.rounding_errors for layer in shared.layers] == [layer.rounding_errors for layer in alone.layers]
 
 
 def test_a_whole_model_is_rounded_by_its_text(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
