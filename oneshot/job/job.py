@@ -131,6 +131,8 @@ class Job:
                 "--profile out.",
                 config.profile,
             )
+        elif config.profile is not None:
+            run.check_profile()
         self._warn_of_narrow_layers()
         if self.schedule.reads_text:
             run.check_text()

@@ -90,7 +90,7 @@ def with_groups(target: Target, quantise: QuantiseName | None, shape: ModelShape
 
     A group that `--serve` states stays. Otherwise it is the largest that divides what the result keeps of the model.
 
-    Raises `PlanError` if none does, or if the stated one is not of whole groups of the format.
+    Raises `PlanError` if none does, or if the stated one is not one that the format has.
     """
     serving, groups = target.serving, () if quantise is None else GROUPS_OF.get(quantise, ())
     if not groups:
@@ -100,6 +100,11 @@ def with_groups(target: Target, quantise: QuantiseName | None, shape: ModelShape
             raise PlanError(
                 f"--quantise {quantise} rounds weights in groups of {groups[0]} inputs, of which --serve "
                 f"group={serving.group} is not a multiple; leave group= out."
+            )
+        if len(groups) > 1 and serving.group not in groups:  # engines have kernels for these alone
+            raise PlanError(
+                f"--quantise {quantise} rounds weights in groups of {', '.join(map(str, groups[:-1]))} or {groups[-1]} "
+                f"inputs, and not in groups of {serving.group}; give one of them to --serve, or leave group= out."
             )
         return target
     fixed = {target.hidden_size or own.hidden_size for own in shape.distinct}

@@ -11,7 +11,8 @@ from oneshot.profiling.files import (
     profile_hash,
     profile_origin,
     refuse_existing,
-    refuse_other,
+    refuse_other_model,
+    refuse_other_text,
     save_profile,
     text_of_profile,
 )
@@ -40,7 +41,8 @@ __all__ = [
     "profile_origin",
     "ranking_lines",
     "refuse_existing",
-    "refuse_other",
+    "refuse_other_model",
+    "refuse_other_text",
     "save_profile",
     "text_of_profile",
 ]

@@ -159,38 +159,43 @@ def _unreadable(folder: Path, error: Exception | str) -> str:
     return f"{folder} is not a readable profile ({error}); make one with oneshot profile."
 
 
-def refuse_other(
-    profile: Profile,
+def refuse_other_model(
+    origin: ProfileOrigin,
     folder: str,
     *,
-    model_hash: str,
-    config_hash: str,
-    token_hash: str,
+    model_hash: str | None,
+    config_hash: str | None,
     curvature: str,
     head_unit: str,
-    log: ReadLog | None,
 ) -> None:
-    """Raise `ProfileError` if the profile is of another model or text, or has another `curvature` or `head_unit`.
+    """Raise `ProfileError` if a profile is of another model, or has another `curvature` or `head_unit`.
 
-    `log`: of the tensors that this process reads; each is compared with what the profile was made of, now or later.
+    The hashes are None for a model whose files are not at hand.
     """
-    if profile.origin.model_hash != model_hash:
+    if model_hash not in (None, origin.model_hash):
         raise ProfileError(f"The profile {folder} belongs to another model; make one of this checkpoint.")
-    if profile.origin.config_hash != config_hash:
+    if config_hash not in (None, origin.config_hash):
         raise ProfileError(
             f"The profile {folder} belongs to a model with another config.json; make one of this checkpoint."
         )
-    if profile.origin.curvature != curvature:
+    if origin.curvature != curvature:
         raise ProfileError(
-            f"The profile {folder} was made with --set curvature={profile.origin.curvature}, but this run has "
+            f"The profile {folder} was made with --set curvature={origin.curvature}, but this run has "
             f"curvature={curvature}; make a profile with --set curvature={curvature}."
         )
-    if profile.origin.head_unit != head_unit:
+    if origin.head_unit != head_unit:
         raise ProfileError(
-            f"The profile {folder} has what heads cost by head_unit={profile.origin.head_unit}, but this run has "
-            f"head_unit={head_unit}; add --set head_unit={profile.origin.head_unit}, or make a profile with --set "
+            f"The profile {folder} has what heads cost by head_unit={origin.head_unit}, but this run has "
+            f"head_unit={head_unit}; add --set head_unit={origin.head_unit}, or make a profile with --set "
             f"head_unit={head_unit}."
         )
+
+
+def refuse_other_text(profile: Profile, folder: str, *, token_hash: str, log: ReadLog | None) -> None:
+    """Raise `ProfileError` if the profile is of another text.
+
+    `log`: of the tensors that this process reads; each is compared with what the profile was made of, now or later.
+    """
     if profile.origin.token_hash != token_hash:
         raise ProfileError(
             f"The profile {folder} belongs to another calibration text; give the same --calibration, "

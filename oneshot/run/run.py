@@ -36,7 +36,9 @@ from oneshot.profiling import (
     measure_curvature,
     measured_seconds,
     profile_hash,
-    refuse_other,
+    profile_origin,
+    refuse_other_model,
+    refuse_other_text,
 )
 from oneshot.report.progress import ProgressBar, Stopwatch, Tracker, WarningLog
 from oneshot.report.records import Footprint
@@ -236,18 +238,30 @@ class Run:
                 with self.warnings.shared():
                     self._profile = self.make_profile(schedule)
             else:
+                self.check_profile()
                 self._profile = load_profile(Path(self.config.profile).expanduser())
-                refuse_other(
+                refuse_other_text(
                     self._profile,
                     self.config.profile,
-                    model_hash=self.model.checkpoint.content_hash(),
-                    config_hash=config_hash(self.model.checkpoint.folder),
                     token_hash=self.text.token_hash,
-                    curvature=self.method.curvature,
-                    head_unit=removed_unit(self.method, self.model.shape),
                     log=self.model.checkpoint.log,
                 )
         return self._profile
+
+    def check_profile(self) -> None:
+        """Raise `ProfileError` if the given profile is of another model; its text is compared when it is read."""
+        assert self.config.profile is not None
+        checkpoint, model_hash, hash_of_config = self.model.checkpoint, None, None
+        if checkpoint.weights_at_hand and not isinstance(checkpoint, GgufCheckpoint):  # which a run converts before
+            model_hash, hash_of_config = checkpoint.content_hash(), config_hash(checkpoint.folder)
+        refuse_other_model(
+            profile_origin(Path(self.config.profile).expanduser()),
+            self.config.profile,
+            model_hash=model_hash,
+            config_hash=hash_of_config,
+            curvature=self.method.curvature,
+            head_unit=removed_unit(self.method, self.model.shape),
+        )
 
     def make_profile(self, schedule: Schedule) -> Profile:
         """Profile the model. Raises `PlanError` for a family that cannot be profiled."""

@@ -177,7 +177,8 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"family": "qwen3_moe"}, {}, "mixtures of experts"),
     ({}, {"serve": "engine=mlx"}, "MLX does not open"),
     ({"family": "gemma3_text", "head_dim": 16}, {"serve": "engine=vllm", "form": "per-layer"}, "add --form stock"),
-    ({}, {"serve": "group=48"}, "groups of 48 do not divide"),
+    *(({}, {"serve": f"group={one}"}, f"128, 64 or 32 inputs, and not in groups of {one}") for one in (16, 48, 256)),
+    ({}, {"serve": "group=128"}, "groups of 128 do not divide"),
     ({}, {"keep": ("layers.0.mlp.*",), "form": "per-layer"}, "--keep of layers and --quantise do not go together"),
 ]
 

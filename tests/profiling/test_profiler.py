@@ -299,8 +299,9 @@ def test_profiles_of_another_model_or_text_are_refused(
 ) -> None:
     _, config = profiled
     options: dict[str, Any] = {"form": "per-layer", "profile": config.output}
-    with pytest.raises(ProfileError, match="another model"):
-        compress(make_config(make_checkpoint(tied=False), **options))
+    for run in (predict, compress):
+        with pytest.raises(ProfileError, match="another model"):
+            run(make_config(make_checkpoint(tied=False), **options))
     with pytest.raises(ProfileError, match="another calibration text"):
         compress(make_config(Path(config.checkpoint), **options, calibration=str(other_text_file)))
     with pytest.raises(ProfileError, match="by head_unit=query-head, but this run has head_unit=kv-group"):
