@@ -13,7 +13,7 @@ from oneshot.report.page import report_page
 from oneshot.report.records import Check, Report
 from oneshot.report.sharing import shared_name
 from oneshot.report.side_by_side import Comparison
-from oneshot.report.words import by_kind
+from oneshot.report.words import by_kind, far_kind
 
 FIRST, LAST = "<!-- evaluations -->", "<!-- end of the evaluations -->"  # of the card's part
 
@@ -119,16 +119,22 @@ def _write(folder: Path, report: Report) -> None:
 
 def _add_quality(path: Path, check: Check) -> None:
     """Put a measured quality into a card; a card without the place for it stays."""
-    if check.perplexity is None or not path.is_file():
-        return
-    dense, compressed = check.perplexity["dense"], check.perplexity["compressed"]
-    line = (
-        f"Perplexity on {check.tokens:,} tokens of {code(shared_name(check.source))} that the run did not read: "
-        f"{dense:.2f} before, {compressed:.2f} after (× {compressed / dense:.2f})."
-    )
+    sentences = []
+    if check.perplexity is not None:
+        dense, compressed = check.perplexity["dense"], check.perplexity["compressed"]
+        sentences.append(
+            f"Perplexity on {check.tokens:,} tokens of {code(shared_name(check.source))} that the run did not read: "
+            f"{dense:.2f} before, {compressed:.2f} after (× {compressed / dense:.2f})."
+        )
     if check.kinds:
-        line += f" By kind of text, on a few hundred tokens of each: {by_kind(check.ratios)}."
-    write_whole(path, path.read_text(encoding="utf-8").replace(QUALITY, line, 1))
+        sentences.append(
+            f"By kind of text, perplexity ÷ the original's on a few hundred tokens of each: {by_kind(check.ratios)}."
+        )
+        far = far_kind(check.ratios)
+        sentences += [] if far is None else [far]
+    if sentences and path.is_file():
+        line = " ".join(sentences)
+        write_whole(path, path.read_text(encoding="utf-8").replace(QUALITY, line, 1))
 
 
 def _add_tables(path: Path, evaluations: tuple[Comparison, ...]) -> None:

@@ -10,7 +10,7 @@ from oneshot.json_text import numbers
 from oneshot.linalg.psd import GramNote
 from oneshot.machine import Store
 from oneshot.report.side_by_side import Comparison
-from oneshot.report.words import OPENED, duration, gibibytes
+from oneshot.report.words import OPENED, duration, far_kind, gibibytes
 
 
 @dataclass(frozen=True)
@@ -223,8 +223,10 @@ class Report:
 
     @property
     def all_warnings(self) -> list[str]:
-        """Return the warnings of the run and of its layers, each once."""
-        return list(dict.fromkeys([*self.warnings, *(one for layer in self.layers for one in layer.warnings)]))
+        """Return the warnings of the run, of its layers and of its check, each once."""
+        of_layers = (one for layer in self.layers for one in layer.warnings)
+        far = None if self.check is None or not self.check.kinds else far_kind(self.check.ratios)
+        return list(dict.fromkeys([*self.warnings, *of_layers, *([] if far is None else [far])]))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the record as plain JSON values."""

@@ -1,5 +1,6 @@
 """Measurements in words: what opens a model, how much worse it is, and how long something takes."""
 
+import math
 from collections.abc import Mapping
 
 NOTHING = "(nothing)"  # stands for an empty answer
@@ -17,6 +18,7 @@ VERDICTS = (  # up to this perplexity ÷ the original's
     (1.60, "much worse than the original; train it further or remove less"),
 )
 WORST = "far worse than the original: remove less, or use the per-layer form and more text"
+FAR_RATIO, FAR_SHARE = 1.25, 2.0  # of the worst kind's perplexity ÷ the original's, and its log-loss ÷ the others'
 MINUTE, HOUR = 60.0, 3600.0
 
 
@@ -29,6 +31,18 @@ def by_kind(ratios: Mapping[str, float]) -> str:
     """Return perplexities divided by the original's, by kind of text, the worst last, as a sentence."""
     *others, worst = (f"{kind} × {ratio:.2f}" for kind, ratio in ratios.items())
     return f"{', '.join(others)}, and worst {worst}"
+
+
+def far_kind(ratios: Mapping[str, float]) -> str | None:
+    """Return the warning on the worst kind of text if it loses far more than the others, with the remedy; else None."""
+    *others, (worst, ratio) = ratios.items()
+    rest = math.exp(sum(math.log(value) for _, value in others) / len(others)) if others else ratio
+    if ratio < FAR_RATIO or math.log(ratio) < FAR_SHARE * math.log(max(1.0, rest)):
+        return None
+    return (
+        f"Text of the kind {worst} loses far more than the others (× {ratio:.2f}, where their mean is × {rest:.2f}): "
+        "add text of this kind to the calibration text, or the sources builtin and self, which have several kinds."
+    )
 
 
 def duration(seconds: float) -> str:

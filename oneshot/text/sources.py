@@ -87,7 +87,7 @@ def _documents(
     source: str, seed: int | None, second: str, render: ChatRenderer | None
 ) -> Iterator[tuple[Document, str | None]]:
     if source == "builtin":
-        pairs: Iterable[Pair] = ((text, None) for text in _shuffled(_builtin_documents(), seed))
+        pairs: Iterable[Pair] = ((text, None) for text in _builtin_documents(seed))
     elif is_file_name(source):
         pairs = _file_documents(source, seed, second, render)
     else:
@@ -141,9 +141,19 @@ def whole_letters(text: str) -> str:
     return text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
 
 
-def _builtin_documents() -> list[str]:
-    """Return the documents that are in the package: eight kinds of English text, written for calibration."""
-    return [row["text"] for row in file_rows(BUILTIN_FILE)]
+def _builtin_documents(seed: int | None) -> list[str]:
+    """Return the documents that are in the package: eight kinds of English text, written for calibration.
+
+    In a seeded order the kinds take turns, code first, so that few tokens have code and as many kinds as they can hold.
+    """
+    rows = file_rows(BUILTIN_FILE)
+    if seed is None:
+        return [row["text"] for row in rows]
+    kinds: dict[str, list[str]] = {}
+    for row in _shuffled(rows, seed):
+        kinds.setdefault(row["kind"], []).append(row["text"])
+    turns = itertools.zip_longest(*(kinds[kind] for kind in sorted(kinds)))
+    return [text for turn in turns for text in turn if text is not None]
 
 
 def _fixed_columns(source: str, named: str) -> str:

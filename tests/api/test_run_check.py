@@ -21,11 +21,12 @@ from oneshot.cli.main import main
 from oneshot.evaluation import perplexity
 from oneshot.footprint.check import ANSWER_TOKENS
 from oneshot.pipeline import compress
+from oneshot.report.additions import add_check
 from oneshot.report.card import QUALITY, REPORT_NAME
 from oneshot.report.records import Check
 from oneshot.report.sharing import without_local_paths
 from oneshot.report.summary import summary
-from oneshot.report.words import CUT, verdict
+from oneshot.report.words import CUT, far_kind, verdict
 from oneshot.text import load_text, load_tokenizer
 from oneshot.text.kinds import FILE as KINDS_FILE
 
@@ -187,6 +188,36 @@ def test_the_command_ends_with_a_summary_and_the_card_has_the_quality(
     assert "\nasked " not in printed
     assert QUALITY in (tmp_path / "quick" / "README.md").read_text()
     assert json.loads((output / "oneshot_report.json").read_text())["fingerprint"]
+
+
+@pytest.mark.parametrize(
+    ("ratios", "is_far"),
+    [
+        ({"prose": 1.08, "dialogue": 1.10, "mathematics": 1.12, "code": 2.68}, True),
+        ({"prose": 1.05, "dialogue": 1.06, "code": 1.24}, False),  # a kind that hardly loses
+        ({"prose": 1.30, "dialogue": 1.35, "code": 1.60}, False),  # all lose alike
+        ({"prose": 0.98, "code": 1.25}, True),
+        ({"code": 9.0}, False),
+    ],
+)
+def test_a_kind_that_loses_far_more_than_the_others_is_a_warning(ratios: dict[str, float], is_far: bool) -> None:
+    assert (far_kind(ratios) is not None) == is_far
+
+
+def test_the_kind_that_loses_most_is_told_everywhere(run: tuple[Config, Report]) -> None:
+    config, report = run
+    kinds = {"prose": {"dense": 2.0, "compressed": 2.2}, "code": {"dense": 2.0, "compressed": 5.0}}
+    report = add_check(Path(config.output), report, Check(skipped="There is no text.", kinds=kinds))
+    [warning] = (one for one in report.all_warnings if "code" in one)
+    assert "(× 2.50, where their mean is × 1.10)" in warning
+    assert "add text of this kind" in warning
+    text = summary(report, weights=(None, None), check=report.check, source="a model")
+    assert "prose × 1.10, and worst code × 2.50" in text
+    assert warning in " ".join(text.split())
+    card = (Path(config.output) / "README.md").read_text()
+    assert QUALITY not in card, "also without held-out text"
+    assert warning in card
+    assert warning in (Path(config.output) / "report.html").read_text()
 
 
 def test_the_summary_of_long_names_and_answers_fits(run: tuple[Config, Report]) -> None:

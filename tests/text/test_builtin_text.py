@@ -50,3 +50,16 @@ def test_the_documents_are_the_rows() -> None:
     shuffled = list(iter_documents(BUILTIN, seed=0))
     assert sorted(shuffled) == sorted(row["text"] for row in ROWS)
     assert shuffled != [row["text"] for row in ROWS]
+
+
+def test_the_kinds_take_turns_so_that_few_documents_have_all() -> None:
+    kind_of = {row["text"]: row["kind"] for row in ROWS}
+    orders = [list(iter_documents(BUILTIN, seed=seed)) for seed in range(3)]
+    assert all(isinstance(text, str) for order in orders for text in order)
+    kinds = [[kind_of[str(text)] for text in order] for order in orders]
+    fewest = min(Counter(kind_of.values()).values())
+    for order in kinds:
+        assert order[0] == "code"
+        for start in range(0, fewest * len(KINDS), len(KINDS)):
+            assert set(order[start : start + len(KINDS)]) == KINDS
+    assert len({order[0] for order in orders}) > 1, "the documents are in a seeded order"
