@@ -41,25 +41,37 @@ def rounded(weight: torch.Tensor, gram: torch.Tensor, num_tokens: float, quantis
     GPTQ's update (Frantar et al. 2023, arXiv 2210.17323) without an inverse, by theorem 6 of QuIP. Scales are chosen
     before. Columns with much energy come first, while many others can still make up for them.
 
-    From few tokens the Gram has chance products, by which rounding would fit the text alone. So products of different
-    columns count by the share `T / (T + 4 n)` of T tokens (benchmarks/records/experiments.md). A row that the nearest
-    weights suit better gets these.
+    A row that the nearest weights suit better gets these.
 
     Args:
         gram: `G (n, n)` of what the linear reads. num_tokens: tokens in its sums.
     """
-    trusted = num_tokens / (num_tokens + TOKENS_PER_COLUMN * len(gram))
-    ascending = gram.diagonal().argsort(stable=True)
-    order, feedback = ascending.flip(0), None
-    if bool(gram.diagonal().any()):  # some token has reached it
-        shrunk = torch.diag(gram.diagonal()).lerp_(gram, trusted)
-        found = ridged_cholesky(shrunk, DAMPING, of="inputs of a rounded linear", order=ascending)
-        assert found is not None  # there is a ridge
-        feedback = (found[0] / found[0].diagonal()).flip(0, 1)
-        del found, shrunk
+    order = gram.diagonal().argsort(stable=True).flip(0)
+    factor = feedback_factor(gram, num_tokens, order)
+    feedback = None if factor is None else factor / factor.diagonal()
     panels = [_rounded_rows(panel.double(), gram, order, feedback, quantisation) for panel in weight.split(PANEL_ROWS)]
     stored, scales, energies = (torch.cat(parts) for parts in zip(*panels, strict=True))
     return RoundedWeight(stored.to(weight.dtype), scales, energies)
+
+
+def feedback_factor(gram: torch.Tensor, num_tokens: float, order: torch.Tensor) -> torch.Tensor | None:
+    """Return upper triangular `U (n, n)` float64 with `U Uᵀ` the ridged Gram, its columns in an order of rounding.
+
+    From few tokens the Gram has chance products, by which rounding would fit the text alone. So products of different
+    columns count by the share `T / (T + 4 n)` of T tokens (benchmarks/records/experiments.md).
+
+    Args:
+        gram: `G (n, n)` of what a linear reads. num_tokens: tokens in its sums. order: int64 `(n,)`.
+
+    Return None if the Gram is zero, because no token has reached the linear.
+    """
+    if not bool(gram.diagonal().any()):
+        return None
+    trusted = num_tokens / (num_tokens + TOKENS_PER_COLUMN * len(gram))
+    shrunk = torch.diag(gram.diagonal()).lerp_(gram, trusted)
+    found = ridged_cholesky(shrunk, DAMPING, of="inputs of a rounded linear", order=order.flip(0))
+    assert found is not None  # there is a ridge
+    return found[0].flip(0, 1)
 
 
 def _rounded_rows(

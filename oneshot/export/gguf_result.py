@@ -82,6 +82,10 @@ class RestoredModel:
         """Return the name in the file of a tensor of the per-layer form."""
         return self._stored[name]
 
+    def interleaved_heads(self, name: str) -> int | None:
+        """Return the heads of queries or keys whose rows the file has in another order; None for other tensors."""
+        return rotated_heads(name, self._stack) if self._pairs else None
+
     @property
     def num_bytes(self) -> int:
         """Return the bytes of the weights in float32."""
@@ -92,7 +96,7 @@ class RestoredModel:
         found = {}
         for name in names:
             values = self._file.read(self._stored[name])
-            heads = rotated_heads(name, self._stack) if self._pairs else None
+            heads = self.interleaved_heads(name)
             found[name] = torch.from_numpy(values if heads is None else in_halves(values, heads))
         return found
 

@@ -38,10 +38,15 @@ def reason_against_quantising() -> str | None:
 
 def types_of(columns: int) -> tuple[str, ...]:
     """Return the types that rows of so many values can have, and F16 where no block divides them."""
+    fitting = tuple(name for name in TYPES if columns % block_of(name) == 0)
+    return fitting or (FLOAT,)
+
+
+def block_of(name: str) -> int:
+    """Return the values of a block of a type; 1 of F16."""
     import gguf
 
-    fitting = tuple(name for name in TYPES if columns % gguf.GGML_QUANT_SIZES[_kind(name)][0] == 0)
-    return fitting or (FLOAT,)
+    return int(gguf.GGML_QUANT_SIZES[_kind(name)][0])
 
 
 def bytes_of(shape: tuple[int, ...], name: str) -> int:
@@ -68,15 +73,19 @@ def quantise(rows: np.ndarray, name: str, importance: np.ndarray | None) -> np.n
     return quantised
 
 
-def rounded(rows: np.ndarray, name: str, importance: np.ndarray | None) -> np.ndarray:
-    """Return what an engine reads of float32 rows `(m, n)` that were rounded to a type, in float32."""
-    stored = quantise(rows, name, importance)
+def read_rows(stored: np.ndarray, name: str, columns: int) -> np.ndarray:
+    """Return what an engine reads of rows `(m, bytes)` that `quantise` returned, `(m, columns)` float32."""
     if name == FLOAT:
         return stored.astype(np.float32)
     import libgguf
 
-    read: np.ndarray = libgguf.dequantize_rows(stored, _kind(name), n_per_row=rows.shape[1])
+    read: np.ndarray = libgguf.dequantize_rows(stored, _kind(name), n_per_row=columns)
     return read
+
+
+def rounded(rows: np.ndarray, name: str, importance: np.ndarray | None) -> np.ndarray:
+    """Return what an engine reads of float32 rows `(m, n)` that were rounded to a type, in float32."""
+    return read_rows(quantise(rows, name, importance), name, rows.shape[1])
 
 
 def refuse_without_quantisers() -> None:

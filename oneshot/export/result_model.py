@@ -51,13 +51,19 @@ class ResultModel:
         """Return a place for states of the text."""
         return ActivationStore(self.num_tokens, self._whole.config.hidden_size, self.machine)
 
-    def embedded(self) -> ActivationStore:
-        """Return the states before the first layer."""
-        store, weight = self.store(), self._read(self._whole.model.embed_tokens, EMBEDDING)["weight"]
+    def embedded(self, table: torch.Tensor | None = None) -> ActivationStore:
+        """Return the states before the first layer. `table`: the embedding `(N, D)`; None: the file's."""
+        weight = self.table(EMBEDDING) if table is None else table
+        store = self.store()
         for batch in self.batches:
             rows = nn.functional.embedding(batch.token_ids, weight)
             store.write(batch.rows, uploaded(rows, self.machine.device).to(self.machine.dtype))
         return store
+
+    def table(self, name: str) -> torch.Tensor:
+        """Return the embedding or the output head `(N, D)` in float32."""
+        [weight] = self.source.read([f"{name}.weight"]).values()
+        return weight
 
     def layer(self, number: int) -> tuple[nn.Module, Tensors]:
         """Return a layer on the compute device, and its tensors."""

@@ -8,7 +8,7 @@ as independent. `Δ` is the type's real rounding.
 import logging
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,9 +20,10 @@ from oneshot.config import Config
 from oneshot.errors import PlanError
 from oneshot.export.gguf import expected_tensors, with_all_ffns
 from oneshot.export.gguf_result import RestoredModel
-from oneshot.export.quantisers import bytes_of, quantise, rounded, types_of
+from oneshot.export.quantisers import bytes_of, rounded, types_of
 from oneshot.export.result_model import EMBEDDING, HEAD, ResultModel
-from oneshot.export.result_sensitivity import HEAD_INPUTS, output_squares
+from oneshot.export.result_sensitivity import HEAD_INPUTS, SENSITIVITY_TOKENS, output_squares
+from oneshot.export.rounded_tensors import RoundedTensors
 from oneshot.linalg.allocation import least_damage
 from oneshot.machine import Machine
 from oneshot.machine.durable import UNFINISHED, make_durable
@@ -32,7 +33,6 @@ from oneshot.text import Text
 SAMPLED_ROWS = 96  # of a linear, by which its damages are estimated
 SAMPLED_TOKENS = 1024  # of a table: those that count most
 PADDING = 32  # bytes at most before a tensor of the file
-PANEL_VALUES = 2**22  # values that are quantised at once
 TYPES_NAME = "tensor-types.txt"
 logger = logging.getLogger(__name__)
 
@@ -56,23 +56,33 @@ class Priced:
     bytes: np.ndarray
 
 
-def quantise_result(path: Path, inputs: InputSquares, text: Text, machine: Machine, config: Config) -> None:
+def quantise_result(
+    path: Path,
+    inputs: InputSquares,
+    text: Text,
+    machine: Machine,
+    config: Config,
+    *,
+    tell: Callable[[int], None] = lambda layer: None,
+) -> None:
     """Give the matrices of a GGUF result types of their own, in place, and write the types beside it.
 
     Args:
-        inputs: of `write_result_importance`. text: of which gradients are measured.
+        inputs: of `write_result_importance`, of this text. tell: receives the number of a layer before it is rounded.
 
     Raises `PlanError` if the smallest types take more than `config` allows.
     """
-    priced, names = price_result(path, inputs, text, machine, config.seed)
+    priced, names = price_result(path, inputs, text.first(SENSITIVITY_TOKENS), machine, config.seed)
     if config.target.gguf_bytes is not None:
         budget = float(config.target.gguf_bytes - beside_bytes(path, names))
     else:
         assert config.bits is not None
         budget = config.bits / 8 * sum(math.prod(one.shape) for one in priced)
     kinds = chosen_types(priced, budget)
-    logger.info("The types of the tensors cost %.3f nats a token.", damage_of(priced, kinds))
-    write_quantised(path, priced, kinds, names)
+    logger.info("The types of the tensors cost %.3f nats a token before error feedback.", damage_of(priced, kinds))
+    importance = {one.module: one.importance for one in priced}
+    matrices = RoundedTensors(ResultModel(path, text, machine), kinds, importance, tell)
+    write_quantised(path, priced, kinds, names, matrices)
     RestoredModel(path)  # which compares the tensors with config.json
 
 
@@ -163,10 +173,16 @@ def beside_bytes(path: Path, names: Mapping[str, str]) -> int:
     return int(reader.data_offset) + others + PADDING * len(reader.tensors)
 
 
-def write_quantised(path: Path, priced: Sequence[Priced], kinds: Mapping[str, str], names: Mapping[str, str]) -> None:
+def write_quantised(
+    path: Path,
+    priced: Sequence[Priced],
+    kinds: Mapping[str, str],
+    names: Mapping[str, str],
+    matrices: RoundedTensors,
+) -> None:
     """Replace a GGUF file by one whose matrices have these types, and write the types beside it.
 
-    `names`: of tensors in the file, by module. One tensor is in memory at a time, in float32.
+    `names`: of tensors in the file, by module. `matrices`: of this file; its states are freed at the end.
     """
     import gguf
 
@@ -193,25 +209,13 @@ def write_quantised(path: Path, priced: Sequence[Priced], kinds: Mapping[str, st
     writer.write_ti_data_to_file()
     for tensor in reader.tensors:
         one = by_tensor.get(tensor.name)
-        writer.write_tensor_data(tensor.data if one is None else _quantised(tensor, one, kinds[one.module]))
+        writer.write_tensor_data(tensor.data if one is None else matrices.take(one.module))
     writer.close()
+    matrices.close()
     make_durable(unfinished, path)
     # llama-quantize searches for patterns: one of `output.weight` would be found in `attn_output.weight`
     lines = [rf"^{re.escape(names[module])}$={kind.lower()}" for module, kind in kinds.items()]
     path.with_name(TYPES_NAME).write_text("\n".join(lines) + "\n")
-
-
-def _quantised(tensor: "object", one: Priced, kind: str) -> np.ndarray:
-    """Return a tensor of a file in a type, panel by panel."""
-    import gguf
-
-    values, step = tensor.data, max(1, PANEL_VALUES // one.shape[1])  # type: ignore[attr-defined]
-    panels = []
-    for start in range(0, one.shape[0], step):
-        stored = values[start : start + step]
-        rows = gguf.quants.dequantize(stored, tensor.tensor_type)  # type: ignore[attr-defined]
-        panels.append(quantise(rows.reshape(-1, one.shape[1]), kind, one.importance))
-    return np.concatenate(panels)
 
 
 def _weights(

@@ -14,7 +14,7 @@ from oneshot.footprint import terms
 from oneshot.footprint.curvature_memory import curvature_stages
 from oneshot.footprint.layer_memory import layer_stages
 from oneshot.footprint.profile_memory import profile_stages
-from oneshot.footprint.terms import BATCH, DOUBLE, FLOAT, Stage, Term, computed
+from oneshot.footprint.terms import BATCH, DOUBLE, FLOAT, Stage, Term, computed, largest
 from oneshot.footprint.work import Work
 from oneshot.profiling import IMPORTANCE_TOKENS
 from oneshot.profiling.latency import RANKS, WIDTHS
@@ -146,6 +146,20 @@ def _importance(work: Work) -> list[Stage]:
         graph = computed(2 * batch.bytes, BATCH)
         stores = (number,) * (shape.num_hidden_layers + 1)
         listed.append(Stage("the sensitivity of tensors", (*layer, graph, Term(table)), own_stores=stores))
+        sizes = (
+            shape.hidden_size,
+            shape.hidden_size,
+            shape.num_attention_heads * shape.head_dim,
+            shape.intermediate_size,
+        )
+        all_numbers, most = sum(size**2 for size in sizes), max(sizes) ** 2
+        # sums and what they are finished into; then a factor: shrunk, twice in float64, and as it is used
+        grams = largest(
+            computed((DOUBLE + FLOAT) * all_numbers), computed(FLOAT * all_numbers + (2 * FLOAT + 2 * DOUBLE) * most)
+        )
+        states = ((one + shape.lent) * sequences,)
+        listed.append(Stage("rounding the tensors of layers", (*layer, grams, Term(2 * restored)), own_stores=states))
+        listed.append(Stage("rounding the embedding", (Term(2 * table),), own_stores=states))
     return listed
 
 

@@ -40,6 +40,7 @@ EXPERT_SECONDS = 4.5e-3  # of an expert's factorisation and solves, which are to
 COPIES_OF_ROWS = 12  # that the stock experts make of what they read and write, and of their neurons
 STACKED_BYTES_PER_SECOND = 3.3e9  # of a layer whose experts are read one by one and put into one tensor
 
+PASSES_FOR_TYPES = 5  # one for inputs, about two for gradients, and two of rounding
 ROUND_SECONDS = 3e-4  # of a column of linears that read the same
 LAUNCH_SECONDS = 1.07e-5  # of an operation that the host launches on a device
 # operations: to choose and solve an expert, as counted on the pretended device; to sum rows of several, and effects
@@ -66,7 +67,8 @@ def predicted_phases(work: Work, rates: Rates, store: Store = "device") -> dict[
         stages["profile"] = _profile(work, forward, rates)
     if work.schedule.measures_importance:
         tokens = work.num_tokens if work.plan is None else min(IMPORTANCE_TOKENS, work.num_tokens)
-        stages["importance"] = {"forward": layers * tokens * forward / rates.stream}
+        passes = PASSES_FOR_TYPES if work.schedule.chooses_types else 1
+        stages["importance"] = {"forward": passes * layers * tokens * forward / rates.stream}
     if work.plan is None:
         return stages
     if work.schedule.finds_subspaces:
@@ -91,7 +93,7 @@ def stage_seconds(work: Work, store: Store) -> dict[str, float]:
     if written:
         stages["writing text"] = written
     if work.schedule.prices_types:  # a forward pass, and one with gradients
-        stages[TYPES] = 3 * sum(phases["importance"].values())
+        stages[TYPES] = 3 / PASSES_FOR_TYPES * sum(phases["importance"].values())
     for name, seconds in phases.items():
         embedding = seconds.pop("embedding", 0.0)
         stages[name] = sum(seconds.values())

@@ -18,7 +18,6 @@ from oneshot.export import (
 )
 from oneshot.export.gguf import FILE_NAME
 from oneshot.export.quantised import quantisation_config
-from oneshot.export.result_sensitivity import SENSITIVITY_TOKENS
 from oneshot.families import with_text
 from oneshot.job.job import Job
 from oneshot.machine.memory import peak_bytes, peak_device_bytes
@@ -117,8 +116,13 @@ def _write_importance(job: Job, journal: Journal) -> None:
     path, machine = journal.partial / FILE_NAME, job.run.machine
     inputs = write_result_importance(path, text, job.config.text, machine, advance=bar.advance)
     if job.schedule.chooses_types:
-        job.run.tracker.step("choosing the types of tensors")
-        quantise_result(path, inputs, text.first(SENSITIVITY_TOKENS), machine, job.config)
+        tracker = job.run.tracker
+        tracker.step("choosing the types of tensors")
+
+        def tell(layer: int) -> None:
+            tracker.step(f"rounding layer {layer + 1} of {layers}", brief=True)
+
+        quantise_result(path, inputs, text, machine, job.config, tell=tell)
 
 
 def _report(job: Job, layers: Sequence[LayerReport], compressed: int, weights_hash: str) -> Report:

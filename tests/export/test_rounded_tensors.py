@@ -1,0 +1,124 @@
+"""Rounding to ggml's types with error feedback, beside an update by inverses in float64, and in a whole file."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from factories import MakeCheckpoint, MakeConfig, calibration_tokens
+
+pytest.importorskip("libgguf", reason="the extra `quantise`")
+from oneshot.compression.rounding import DAMPING, TOKENS_PER_COLUMN
+from oneshot.compression.statistics import GramAccumulator, Statistics
+from oneshot.evaluation import load_model
+from oneshot.export import open_folder
+from oneshot.export.gguf_result import RestoredModel
+from oneshot.export.quantisers import block_of, quantise, read_rows, rounded
+from oneshot.export.rounded_tensors import block_factor, rounded_with_feedback
+from oneshot.pipeline import compress
+
+KINDS = ("Q8_0", "Q4_0", "IQ4_NL", "Q4_K", "IQ3_S", "Q2_K")
+TOKENS = 3000
+
+
+def correlated(size: int, tokens: int = TOKENS, seed: int = 0) -> torch.Tensor:
+    """Inputs `(tokens, size)` that share an eighth of their directions, with columns of different energy."""
+    mixed = torch.randn(size // 8, size, generator=torch.Generator().manual_seed(1))
+    own = torch.Generator().manual_seed(seed)
+    rows = torch.randn(tokens, size // 8, generator=own) @ mixed + torch.randn(tokens, size, generator=own)
+    return rows * torch.linspace(0.3, 3, size)
+
+
+def sums(rows: torch.Tensor) -> Statistics:
+    accumulator = GramAccumulator(rows.shape[1], output_size=None, device=rows.device)
+    accumulator.update_(rows)
+    return accumulator.finish()
+
+
+def by_inverses(weight: torch.Tensor, statistics: Statistics, kind: str) -> torch.Tensor:
+    """Round block by block; what is left goes to all others by the inverse of their own Gram, made anew each time."""
+    gram, size = statistics.gram.double(), block_of(kind)
+    alone = torch.diag(gram.diagonal())
+    trusted = TOKENS / (TOKENS + TOKENS_PER_COLUMN * len(gram))
+    gram = alone + trusted * (gram - alone) + DAMPING * gram.diagonal().mean() * torch.eye(len(gram))
+    left, stored = weight.double(), torch.zeros_like(weight)
+    energies = statistics.gram.diagonal().unflatten(0, (-1, size)).sum(1)
+    remaining = [torch.arange(size) + size * block for block in energies.argsort(descending=True).tolist()]
+    while remaining:
+        block, columns = remaining[0], torch.cat(remaining)
+        inverse = gram[columns][:, columns].inverse()
+        own = inverse[:size, :size].inverse()  # what errors of this block cost if the others make up for them
+        values = left[:, block].float().numpy()
+        stored[:, block] = torch.from_numpy(rounded(values, kind, own.diagonal().float().numpy()))
+        step = (left[:, block] - stored[:, block]) @ own
+        left[:, columns] -= step @ inverse[:size]
+        remaining.pop(0)
+    return stored
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_feedback_is_the_update_by_inverses(kind: str) -> None:
+    weight = torch.randn(48, 512, generator=torch.Generator().manual_seed(2))
+    statistics = sums(correlated(512))
+    stored = rounded_with_feedback(weight, kind, block_factor(statistics, block_of(kind)))
+    found = torch.from_numpy(read_rows(stored, kind, 512))
+    expected = by_inverses(weight, statistics, kind)
+    # numbers differ in their last bits; a value between two levels may fall to the other one, which moves its row
+    same = torch.isclose(found, expected, rtol=1e-4, atol=1e-5)
+    assert same.double().mean() > 0.8
+    lost, by_reference = (sum_of_squares(weight - one, statistics) for one in (found, expected))
+    assert lost == pytest.approx(by_reference, rel=0.01)
+
+
+def sum_of_squares(errors: torch.Tensor, statistics: Statistics) -> float:
+    return float(((errors.double() @ statistics.gram.double()) * errors).sum())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_feedback_loses_less_on_other_tokens(kind: str) -> None:
+    weight = torch.randn(48, 512, generator=torch.Generator().manual_seed(2))
+    statistics, others = sums(correlated(512)), sums(correlated(512, seed=5))
+    stored = rounded_with_feedback(weight, kind, block_factor(statistics, block_of(kind)))
+    nearest = rounded(weight.numpy(), kind, statistics.gram.diagonal().numpy())
+    lost, by_nearest = (
+        sum_of_squares(weight - torch.from_numpy(read), others) for read in (read_rows(stored, kind, 512), nearest)
+    )
+    assert lost < 0.8 * by_nearest
+
+
+def test_a_linear_that_no_token_reaches_is_rounded_to_the_nearest() -> None:
+    weight = torch.randn(8, 64)
+    factor = block_factor(sums(torch.zeros(10, 64)), 32)
+    assert factor is None
+    np.testing.assert_array_equal(rounded_with_feedback(weight, "Q4_0", factor), quantise(weight.numpy(), "Q4_0", None))
+
+
+@pytest.mark.parametrize("sparsity", [0.0, 0.2])
+def test_layers_are_rounded_on_what_the_file_gives(
+    sparsity: float, make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    """Of the last layer's readers, whose inputs are measured on the finished file here."""
+    folder = make_checkpoint(hidden=64, width=96, layers=2)
+    options: dict[str, Any] = {"form": "gguf", "sparsity": sparsity, "embedding": "none", "round_to": 32}
+    whole = make_config(folder, output=str(tmp_path / "whole"), **options)
+    small = make_config(folder, output=str(tmp_path / "small"), bits=5.2, **options)
+    compress(whole)
+    compress(small)
+    before, after = (RestoredModel(Path(each.output) / "model.gguf") for each in (whole, small))
+    model = load_model(open_folder(small.output, tmp_path), device=torch.device("cpu"), dtype=torch.float32)
+    kinds = dict(line.split("=") for line in (Path(small.output) / "tensor-types.txt").read_text().splitlines())
+    queries = model.get_submodule("model.layers.1.self_attn.q_proj")
+    seen = GramAccumulator(queries.in_features, output_size=None, device=torch.device("cpu"))
+    queries.register_forward_pre_hook(lambda _, inputs: seen.update_(inputs[0].flatten(0, -2)))
+    with torch.inference_mode():
+        model(calibration_tokens(small))
+    statistics = seen.finish()
+    for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"):
+        module = f"model.layers.1.{name}.weight"
+        kind = kinds[f"^{before.name_of(module)}$".replace(".", r"\.")].upper()
+        weight, stored = (source.read([module])[module] for source in (before, after))
+        factor = block_factor(statistics, block_of(kind))
+        expected = torch.from_numpy(read_rows(rounded_with_feedback(weight, kind, factor), kind, weight.shape[1]))
+        torch.testing.assert_close(stored, expected, rtol=1e-4, atol=1e-5)
+        assert 0.01 < float((stored - weight).norm() / weight.norm()) < 0.2
