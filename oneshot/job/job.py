@@ -28,11 +28,13 @@ from oneshot.planning import (
     expected_of_own_sizes,
     least_share,
     make_plan,
+    profiled_damages,
     quantiser_groups,
     removed_neurons,
     with_share,
     with_steps,
 )
+from oneshot.profiling import load_profile
 from oneshot.report.card import REPORT_NAME
 from oneshot.report.records import Footprint, Report
 from oneshot.run import (
@@ -144,11 +146,25 @@ class Job:
             groups=str(groups),
             served="" if config.target.serve is None else config.target.serving.words,
         )
-        if by_profile and self.budget.unit == "parameters":  # not the parameters of equal layers
-            parameters = round(self.budget.target)
-            stored = self.footprint.stored_parameters | {"compressed": parameters}
-            result_bytes, _ = file_bytes(run, config, parameters, self.plan)
-            self.footprint = replace(self.footprint, stored_parameters=stored, result_bytes=result_bytes)
+        asked = config.target
+        finds_size = asked.max_loss is not None or asked.finds_share or asked.budget == "latency"
+        if by_profile and dry and config.profile is not None and not finds_size:
+            self._predict_sizes(self._of_profile(config.profile, wanted), is_final=True)
+        elif by_profile and self.budget.unit == "parameters":  # not the parameters of equal layers
+            self._predict_sizes(self.plan, is_final=False, parameters=round(self.budget.target))
+
+    def _predict_sizes(self, plan: Plan, *, is_final: bool, parameters: int | None = None) -> None:
+        """Put a plan's parameters, or so many in their place, and their bytes into the footprint."""
+        parameters = self.run.grid.stack(plan).stored_parameters() if parameters is None else parameters
+        stored = self.footprint.stored_parameters | {"compressed": parameters}
+        result_bytes, _ = file_bytes(self.run, self.config, parameters, plan, is_final=is_final)
+        self.footprint = replace(self.footprint, stored_parameters=stored, result_bytes=result_bytes)
+
+    def _of_profile(self, folder: str, target: Target) -> Plan:
+        """Return the plan that a profile will give."""
+        run = self.run
+        damages = profiled_damages(load_profile(Path(folder).expanduser()), run.method.allocation, run.grid)
+        return make_plan(run.grid, run.method, target, damages, self.budget)
 
     def _scheduled(self, asks_less: bool) -> Schedule:
         """Return the stages, which the run hears of; `asks_less`: whether the budget is below the dense model's."""
@@ -290,6 +306,12 @@ class Job:
         assert checkpoint.log is not None, "the main process of a run has one"
         return seal(dict(sorted(checkpoint.log.hashes.items())))
 
+    @property
+    def _journal_bytes(self) -> tuple[int, int]:
+        """Return the bytes of the weights that the journal will hold, and of those beside them."""
+        parameters, is_final = self.run.grid.stack(self.plan).stored_parameters(), not self.schedule.plans_by_profile
+        return file_bytes(self.run, self.config, parameters, self.plan, is_final=is_final)
+
     @contextmanager
     def journal(self) -> Iterator[Journal]:
         """Open the journal, and save what the run has before any layer: text that the model wrote, and latencies."""
@@ -302,7 +324,7 @@ class Job:
             workers=workers,
             overwrite=config.overwrite,
             resume=config.resume,
-            expected_bytes=sum(file_bytes(run, config, run.grid.stack(self.plan).stored_parameters(), self.plan)),
+            expected_bytes=sum(self._journal_bytes),
             log=run.model.checkpoint.log,
             background=run.machine.device.type == "cuda",
         ) as journal:

@@ -35,7 +35,8 @@ def footprint_of(run: Run, config: Config, schedule: Schedule, plan: Plan | None
         run.take_dtype(fitting_dtype(run.dtype, run.machine, work_on, bounds))
     result_bytes, beside_bytes = (0, 0)
     if plan is not None:
-        result_bytes, beside_bytes = file_bytes(run, config, run.grid.stack(plan).stored_parameters(), plan)
+        parameters, is_final = run.grid.stack(plan).stored_parameters(), not schedule.plans_by_profile
+        result_bytes, beside_bytes = file_bytes(run, config, parameters, plan, is_final=is_final)
     work = work_on(run.machine)
     check = check_stages(work, run.gguf, result_bytes) if run.form.opened_by == "transformers" else []
 
@@ -68,16 +69,20 @@ def stages_of(
     return stage_seconds(_work_on(run, config, schedule, plan)(machine), footprint.store)
 
 
-def file_bytes(run: Run, config: Config, parameters: int, plan: Plan) -> tuple[int, int]:
+def file_bytes(run: Run, config: Config, parameters: int, plan: Plan, *, is_final: bool) -> tuple[int, int]:
     """Return the bytes of so many weights, and of those beside them that a form with a file of its own needs.
 
-    `plan`: whose layers for tokens after the next one are in the same files.
+    `plan`: whose layers for tokens after the next one are in the same files. `is_final`: no profile will replace it.
+    Before one the embedding counts as whole, so a quantised result is rather smaller.
     """
     further, quantisation = run.further.parameters(plan), run.quantisation
     if quantisation is not None:
         stack = run.grid.stack(plan)
         share = parameters / stack.stored_parameters()
-        return round(share * quantised_bytes(quantisation, stack)) + further * quantisation.dtype.itemsize, 0
+        may_exceed = not is_final and config.target.size_bytes is None  # as a plan from a profile may not either
+        awaits_ranks = may_exceed and run.method.plans_ranks and run.grid.has_ranks
+        weights = quantised_bytes(quantisation, stack, awaits_ranks=awaits_ranks)
+        return round(share * weights) + further * quantisation.dtype.itemsize, 0
     parameters += further
     of_parts, of_result = (
         expected_bytes(dtype, run.model.checkpoint, parameters)
