@@ -49,7 +49,7 @@ def settings(smollm2: Path, output: Path, **changes: Any) -> Config:
         "sparsity": 0.2,
         "calibration": "builtin",
         "num_sequences": 8,
-        "sequence_length": 256,
+        "sequence_length": 128,
         "device": "cpu",
         "dtype": "float32",
         **({} if "recipe" in changes else {"form": "stock"}),
@@ -108,14 +108,12 @@ def test_the_stock_class_generates_text(compressed: tuple[Path, Report]) -> None
     assert len(text.split()) >= 4
 
 
-def test_it_beats_trivial_choices_on_other_text(
+def test_it_beats_random_neurons_on_other_text(
     compressed: tuple[Path, Report], smollm2: Path, story: Path, tmp_path: Path
 ) -> None:
     windows = load_windows(str(story), load_tokenizer(smollm2), sequence_length=128, max_windows=None)
-    folders = {"oneshot": compressed[0], "dense": smollm2}
-    for recipe in ("random", "magnitude"):
-        folders[recipe] = tmp_path / recipe
-        compress(settings(smollm2, folders[recipe], recipe=recipe))
+    folders = {"oneshot": compressed[0], "dense": smollm2, "random": tmp_path / "random"}
+    compress(settings(smollm2, folders["random"], recipe="random"))
     scores = {
         name: perplexity(load_model(folder, device=CPU, dtype=torch.float32), windows)[0]
         for name, folder in folders.items()
@@ -123,10 +121,9 @@ def test_it_beats_trivial_choices_on_other_text(
     sizes = {sum(tensor.numel() for tensor in tensors_of(folders[name]).values()) for name in ("oneshot", "random")}
     assert len(sizes) == 1
     assert scores["dense"] < 40
-    # 2048 tokens of other prose for 1536 neurons is little text: 5.9 times the dense perplexity was measured
-    assert scores["dense"] < scores["oneshot"] < 8 * scores["dense"]
-    assert 2 * scores["oneshot"] < scores["magnitude"]
-    assert 2 * scores["oneshot"] < scores["random"]
+    # 1024 tokens of other prose: 1.7 times the dense perplexity was measured, and 71 times for random neurons
+    assert scores["dense"] < scores["oneshot"] < 2.5 * scores["dense"]
+    assert 10 * scores["oneshot"] < scores["random"]
 
 
 def test_removing_nothing_gives_back_the_same_bits(short_smollm2: Path, tmp_path: Path) -> None:

@@ -56,10 +56,12 @@ MEASURED_MIXTURE = {
 FURTHER_MIXTURES: dict[str, dict[str, Any]] = {
     "shared experts": {"family": "glm4_moe", "n_routed_experts": 16, "n_shared_experts": 2, "layers": 3},
     "biases and sinks": {"family": "gpt_oss", "num_local_experts": 16, "width": 384},
-    "groups of experts": {"num_experts": 8, "moe_intermediate_size": 768, "layers": 1},
+    "groups of experts": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 768, "layers": 1},
 }
 FEWER_TOKENS = {"num_sequences": 16, "batch_size": 16}
 FEWEST_TOKENS = {"num_sequences": 8, "batch_size": 8}
+# the pass of the output curvature takes most, so no profile is made after it
+WEIGHED = {"form": "per-layer", "allocation": "uniform", "curvature": "fisher"}
 # heads are many and small, so that a scan by chunks takes more than the outputs of linears
 MEASURED_HYBRIDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a state-space model": (
@@ -76,19 +78,21 @@ MEASURED_HYBRIDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "linear_num_key_heads": 16,
             "linear_num_value_heads": 32,
         },
-        {**FEWEST_TOKENS, "form": "per-layer"},
+        FEWEST_TOKENS | WEIGHED,
     ),
     "tokens read in every layer, borrowed keys": (
         {
             "family": "gemma4_text",
             **GEMMA_TOKENS,
-            "layers": 5,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            "num_kv_shared_layers": 1,
+            "layers": 3,
             "head_dim": 64,
             "global_head_dim": 64,
             "hidden_size_per_layer_input": 128,
             "vocab_size_per_layer_input": 4096,
         },
-        {**FEWEST_TOKENS, "form": "per-layer"},
+        FEWEST_TOKENS | WEIGHED,
     ),
 }
 # long sequences and many heads, so that whole scores are most of what a run takes
@@ -103,7 +107,7 @@ EAGER: dict[str, Any] = {
 WHOLE_SCORES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "eager attention": (EAGER, {}),  # where gaps in the heap count most
     # scores are of one sequence at a time
-    "eager attention, output curvature": (EAGER, {"form": "per-layer", "num_sequences": 4}),
+    "eager attention, output curvature": (EAGER, WEIGHED | {"num_sequences": 4}),
     "values narrower than keys": (
         {
             "family": "deepseek_v3",
@@ -168,7 +172,7 @@ def test_no_run_takes_more_than_predicted(
     grouped = flat_options(make_config(wide, **sizes | by_profile)) | {"max_memory_bytes": 1}
     experts["groups of experts by a profile"] = grouped
     inside = make_checkpoint(**MEASURED_MODEL | {"family": "gemma3_text", "head_dim": 32} | FEWER_WORDS)
-    curvature = {"form": "per-layer", "dtype": "bfloat16", "output": str(tmp_path / "inside")}
+    curvature = WEIGHED | {"dtype": "bfloat16", "output": str(tmp_path / "inside")}
     experts["norms inside, output curvature"] = flat_options(make_config(inside, **sizes | curvature))
     hybrids = {
         name: flat_options(
