@@ -25,7 +25,8 @@ DOCUMENTS = [
     ROOT / "examples/README.md",
 ]
 FOREIGN = {
-    *("--model", "--model_args", "--multi_gpu", "--num_processes", "--nproc-per-node"),  # lm_eval, accelerate, torchrun
+    *("--model", "--model_args", "--multi_gpu", "--num_processes"),  # lm_eval, accelerate
+    *("--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port"),  # torchrun
     *("--index-url", "--no-deps"),  # pip
     *("--outtype", "--outfile", "--pure", "--imatrix", "--process-output", "--tensor-type-file"),  # llama.cpp
     *("--enforce-eager", "--model-impl", "--trust-remote-code"),  # vLLM

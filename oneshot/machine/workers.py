@@ -5,11 +5,13 @@ torch.distributed carries the sums, by NCCL between GPUs and by gloo between CPU
 """
 
 import os
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
 from datetime import timedelta
 from functools import partial
+from ipaddress import ip_address
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +20,13 @@ from oneshot.errors import DeviceError, WorkerError, cause
 from oneshot.machine.sharing import Loads
 
 PATIENCE = timedelta(minutes=30)  # for a process that computes what all others wait for
+CONNECTING = 5  # times its timeout gloo waits until others connect, also if they have ended
+INTERFACE = "GLOO_SOCKET_IFNAME"  # the variable that names gloo's network interface
+ENDED = "Another process of this run ended or cannot be reached; see its message, and start all of them again."
+UNREACHED = (
+    "Another process of this run ended or cannot be reached; see its message, and on several machines give each the "
+    f"first machine's address as --master-addr, or name the network interface in {INTERFACE}."
+)
 
 Result = TypeVar("Result")
 
@@ -117,10 +126,46 @@ def join_workers(*, on_cpu: bool) -> Workers:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return ALONE
     from accelerate import PartialState
+    from torch.distributed.distributed_c10d import _set_pg_timeout
 
-    with _together():
-        state = PartialState(cpu=on_cpu, timeout=PATIENCE)
+    with _together(UNREACHED), _by_the_way_to(os.environ.get("MASTER_ADDR", "")):
+        state = PartialState(cpu=on_cpu, timeout=PATIENCE / CONNECTING)
+        _set_pg_timeout(PATIENCE)
     return Workers(state.process_index, state.num_processes, state.local_process_index)
+
+
+@contextmanager
+def _by_the_way_to(first: str) -> Iterator[None]:
+    """Let gloo tell the others the address by which this machine reaches the first process, if they are on several.
+
+    On its own gloo tells the address of the host's name, which is the loopback address on many machines.
+    """
+    interface = None if INTERFACE in os.environ else _interface_to(first)
+    if interface is None:
+        yield
+        return
+    os.environ[INTERFACE] = interface
+    try:
+        yield
+    finally:
+        del os.environ[INTERFACE]
+
+
+def _interface_to(address: str) -> str | None:
+    """Return the network interface with the way to an address; None if it is this machine's loopback or unknown."""
+    import psutil
+
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(address, 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as way:
+            way.connect(place)  # sends nothing
+            own = way.getsockname()[0]
+    except OSError:
+        return None
+    if ip_address(own).is_loopback:
+        return None
+    names = [name for name, held in psutil.net_if_addrs().items() if own in {each.address for each in held}]
+    return names[0] if names else None
 
 
 @dataclass(frozen=True)
@@ -168,7 +213,7 @@ def _broadcast(slot: _Slot, tensor: torch.Tensor | None, owner: int) -> torch.Te
 
 
 @contextmanager
-def _together() -> Iterator[None]:
+def _together(message: str = ENDED) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError:  # of this process alone
@@ -176,6 +221,4 @@ def _together() -> Iterator[None]:
     except NotImplementedError as error:  # accelerate's, of a card that lacks a way to the others
         raise DeviceError(f"The processes cannot be joined ({cause(error)}).") from error
     except RuntimeError as error:  # torch.distributed raises it for every failure of another process
-        raise WorkerError(
-            "Another process of this run ended or cannot be reached; see its message, and start all of them again."
-        ) from error
+        raise WorkerError(message) from error
