@@ -60,7 +60,7 @@ def decide_sizes(job: Job, journal: Journal, types: OriginalTypes | None = None)
             journal.save("plan", plan)
     if schedule.plans_by_profile:
         run.watch.lap("profile")
-    if run.grid.stack(job.plan) == run.grid.dense:  # nothing goes, so nothing is corrected
+    if run.grid.stack(job.plan) == run.grid.dense and run.quantisation is None:  # nothing is there to correct
         job.schedule = replace(schedule, streams=0, weighs_output=False)
     if job.plan.hidden is not None:
         _find_subspaces(job)
