@@ -16,6 +16,8 @@ from typing import Any
 from harness import ROOT, Row, append_row, parser, provenance
 from speed import describe
 
+from oneshot.report.card import REPORT_NAME
+
 WORKER = Path(__file__).parent / "serve_worker.py"
 NEW_TOKENS = 32
 
@@ -63,6 +65,12 @@ def start(stack: ExitStack, folder: Path, implementation: str, arguments: argpar
     return Server(folder, implementation, process, _answer(process))
 
 
+def quantised(folder: Path) -> str | None:
+    """Return what linears of a result were rounded to in its run; None if they were not, or of another model."""
+    report = folder / REPORT_NAME
+    return json.loads(report.read_text())["config"].get("quantise") if report.exists() else None
+
+
 def has_ranked_embedding(folder: Path) -> bool:
     """Return whether the embedding has ranks, which vLLM's Transformers backend cannot hold."""
     return bool(json.loads((folder / "config.json").read_text()).get("embedding"))
@@ -107,6 +115,7 @@ def record(servers: list[Server], batch: int, length: int, arguments: argparse.N
     for server, own, by_round in list(zip(servers, least, ratios, strict=True))[1:]:
         case = {"place": arguments.place, "dtype": arguments.dtype, "mode": arguments.mode}
         row = {"model": arguments.dense.name} | describe(server.folder) | case
+        row |= {"quantised": quantised(server.folder), "dense_quantised": quantised(arguments.dense)}
         row |= {"implementation": server.implementation, "batch": batch, "length": length, "new_tokens": NEW_TOKENS}
         row |= {f"{kind}_seconds": seconds for kind, seconds in own.items()}
         row |= {f"dense_{kind}_seconds": seconds for kind, seconds in dense.items()}

@@ -5,7 +5,7 @@ from harness import Row, latest, read_rows
 from tables.cells import markdown, origin, settings
 from tables.speed import ARTEFACT
 
-CASE = ("implementation", "place", "device", "dtype", "mode", "batch", "length")
+CASE = ("quantised", "implementation", "place", "device", "dtype", "mode", "batch", "length")
 NAMES = {"vllm": "the plugin", "transformers": "the Transformers backend"}
 
 
@@ -31,7 +31,10 @@ def serve_speed_table() -> str:
 
 def _file(row: Row) -> str:
     budget = "" if row["budget"] == "parameters" else f" of {row['budget']}"
-    return ", ".join([f"{row['form']}, −{row['asked']:.0%}{budget}", *filter(None, [settings(row)])])
+    parts = [f"{row['form']}, −{row['asked']:.0%}{budget}", settings(row)]
+    if row.get("quantised"):
+        parts.append(f"{row['quantised'].upper()}, beside the dense one in {row['dense_quantised'].upper()}")
+    return ", ".join(filter(None, parts))
 
 
 def _column(row: Row) -> str:
