@@ -24,8 +24,8 @@ from oneshot.footprint import describe_work
 from oneshot.footprint.bounds import Bounds, predict_footprint
 from oneshot.footprint.rates import Rates
 from oneshot.footprint.seconds import predicted_phases
-from oneshot.footprint.work import Work
-from oneshot.machine import Machine
+from oneshot.footprint.work import Work, tensor_bytes
+from oneshot.machine import Machine, Workers
 from oneshot.planning import make_plan, parameter_budget
 from oneshot.report.records import Footprint
 from oneshot.schedule import make_schedule
@@ -60,6 +60,8 @@ SIZES = {
 }
 
 
+KIMI_K2 = "Kimi-K2's sizes"  # its model type kimi_k2 is not known here; its layers are deepseek_v3's
+
 # as their config.json on the Hub states them
 MIXTURES: dict[str, dict[str, Any]] = {
     "Qwen3-30B-A3B": {
@@ -70,6 +72,25 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 768,
         "num_hidden_layers": 48,
         "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 40960,
+    },
+    "Qwen3-235B-A22B": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "moe_intermediate_size": 1536,
+        "num_hidden_layers": 94,
+        "num_attention_heads": 64,
         "num_key_value_heads": 4,
         "head_dim": 128,
         "vocab_size": 151936,
@@ -107,10 +128,42 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-6,
         "max_position_embeddings": 163840,
     },
+    KIMI_K2: {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 64,
+        "kv_lora_rank": 512,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "vocab_size": 163840,
+        "n_routed_experts": 384,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.827,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 131072,
+    },
 }
 MIXTURE_CARDS = {"Qwen3-30B-A3B": ("H100", "RTX 4090", "CPU"), "DeepSeek-V3": ("H100", "H200")}
 TIED = {"1.1B"}  # embedding and output head
 MEASURED = "H100"
+SHARED_BY = (1, 4, 8)  # processes, each with a card
+SHARED_RUNS = {
+    "70B": ("stock", "per-layer"),
+    "Qwen3-235B-A22B": ("neurons", "neurons, per-layer"),
+    KIMI_K2: ("neurons", "neurons, per-layer"),
+}
 
 
 @dataclass(frozen=True)
@@ -163,7 +216,7 @@ MIXTURE_RUNS: dict[str, dict[str, Any]] = {
     },
 }
 # sequences of 2,048 tokens that pass together; a device starts every operation of an expert for each of such batches
-BATCHES = {"Qwen3-30B-A3B": {"batch_size": 16}}
+BATCHES = {"Qwen3-30B-A3B": {"batch_size": 16}, "Qwen3-235B-A22B": {"batch_size": 8}}
 
 
 class Described(Checkpoint):
@@ -184,8 +237,10 @@ class Described(Checkpoint):
         self._stored_names = {}
 
 
-def described_work(model: Model, memory: int | None, changes: dict[str, Any]) -> tuple[Config, Work]:
-    """Return the config and the work of a run on a card with so much memory; None: on a CPU."""
+def described_work(
+    model: Model, memory: int | None, changes: dict[str, Any], *, processes: int = 1
+) -> tuple[Config, Work]:
+    """Return the config and the work of a run on cards with so much memory, one for each process; None: on a CPU."""
     usual: dict[str, Any] = {"sparsity": 0.2, "form": "stock", "calibration": "builtin"}
     options = usual | {"num_sequences": 128, "sequence_length": 2048} | changes
     options |= {"device": "cpu"} if memory is None else {"device": "cuda", "max_device_memory_bytes": memory}
@@ -195,7 +250,7 @@ def described_work(model: Model, memory: int | None, changes: dict[str, Any]) ->
     plan = make_plan(grid, method, config.target, budget=parameter_budget(config.target, model.shape.stack()))
     schedule = make_schedule(method, plan, grid, num_tokens=config.text.num_tokens, has_profile=False)
     device = torch.device("cpu") if memory is None else torch.device("cuda", 0)
-    machine = Machine(device, torch.bfloat16, Path(), batch_size=config.machine.batch_size)
+    machine = Machine(device, torch.bfloat16, Path(), Workers(size=processes), batch_size=config.machine.batch_size)
     return config, describe_work(config, model, method, grid, schedule, plan, machine)
 
 
@@ -214,10 +269,11 @@ def in_groups(work: Work, footprint: Footprint) -> Work:
     return replace(work, machine=replace(work.machine, experts_together=footprint.experts_together))
 
 
-def estimate(name: str, model: Model, card: str, run: str) -> dict[str, Any]:
-    """Return the row of a model, a card or a CPU, and a run."""
+def estimate(name: str, model: Model, card: str, run: str, *, processes: int = 1) -> dict[str, Any]:
+    """Return the row of a model, a card for each process or a CPU, and a run."""
     memory, rates = (None, CPU_RATES) if card == CPU else (CARDS[card].memory, CARDS[card].rates)
-    config, work = described_work(model, memory, (RUNS | MIXTURE_RUNS)[run] | BATCHES.get(name, {}))
+    changes = (RUNS | MIXTURE_RUNS)[run] | BATCHES.get(name, {})
+    config, work = described_work(model, memory, changes, processes=processes)
     row: dict[str, Any] = {"model": name, "card": card, "run": run, "tokens": work.num_tokens, "rates": asdict(rates)}
     row["batch_size"] = config.machine.batch_size
     try:
@@ -283,10 +339,18 @@ def main() -> int:
     models = {name: identify(Described(name)) for name in SIZES}
     cards = {name: list(CARDS) if name not in TIED else [MEASURED] for name in SIZES}
     rows = [estimate(name, model, card, run) for name, model in models.items() for card in cards[name] for run in RUNS]
-    for name in MIXTURES:
+    for name in MIXTURE_CARDS:
         model = identify(Described(name))
         runs = [run for run in MIXTURE_RUNS if run.startswith("neurons") or name == "Qwen3-30B-A3B"]
         rows += [estimate(name, model, card, run) for card in MIXTURE_CARDS[name] for run in runs]
+    for name, runs in SHARED_RUNS.items():
+        model = identify(Described(name))
+        rows += [
+            estimate(name, model, MEASURED, run, processes=count)
+            | {"processes": count, "model_bytes": sum(tensor_bytes(model.checkpoint).values())}
+            for run in runs
+            for count in SHARED_BY
+        ]
     rows += [first_run(models[row["model"]], row) for row in read_rows("gpu") if row["section"] == FIRST_RUN]
     (RESULTS / "gpu_estimate.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return 0

@@ -18,7 +18,7 @@ from tables.first_run import (
     quick_start_time,
     seconds_of,
 )
-from tables.gpu import gpu_memory_table, gpu_times_table, mixture_estimates_table
+from tables.gpu import gpu_memory_table, gpu_times_table, mixture_estimates_table, shared_estimates_table
 from tables.gpu_measured import (
     gpu_runs_table,
 )
@@ -95,6 +95,7 @@ TABLES = {
     "gpu_times": (gpu_times_table, "gpu_estimate"),
     "gpu_memory": (gpu_memory_table, "gpu_estimate"),
     "mixture_estimates": (mixture_estimates_table, "gpu_estimate"),
+    "shared_estimates": (shared_estimates_table, "gpu_estimate"),
     "quantise": (quantise_table, "quantise"),
 }
 

@@ -9,8 +9,8 @@ GIB = 2**30
 
 
 def estimates(*, of_mixtures: bool = False) -> list[Row]:
-    """Return the rows of today's code, of dense models or of mixtures; the first run has another table."""
-    rows = [row for row in read_rows("gpu_estimate") if "measured" not in row]
+    """Return the rows of today's code for one GPU, of dense models or of mixtures; the first run has another table."""
+    rows = [row for row in read_rows("gpu_estimate") if "measured" not in row and "processes" not in row]
     return [row for row in rows if (row["model"] in MIXTURES) == of_mixtures]
 
 
@@ -79,4 +79,27 @@ def mixture_estimates_table() -> str:
         f"Predicted peaks and seconds, not measured: {row['tokens']:,} tokens, bfloat16, the sizes of the model's own "
         "config.json; neurons: `--sparsity 0.2`. Batch: sequences of 2,048 tokens. "
         f"The CPU has {cpu / 1e12:g} TFLOP/s.",
+    )
+
+
+def shared_estimates_table() -> str:
+    """Seconds of large models by the number of GPUs, and what each of them and the host need."""
+    rows = [row for row in read_rows("gpu_estimate") if "processes" in row]
+    found = {(row["model"], row["run"], row["processes"]): row for row in rows}
+    counts = sorted({row["processes"] for row in rows})
+    lines = []
+    for model, run in dict.fromkeys((row["model"], row["run"]) for row in rows):
+        of = [found[model, run, count] for count in counts]
+        peaks = [
+            f"{of[0][name] / GIB:.0f} GiB" for name in ("model_bytes", "device_bytes", "host_bytes", "scratch_bytes")
+        ]
+        lines.append([model, run, *peaks, *(f"{row['total']:.0f} s" for row in of)])
+    head = ["model", "run", "file", "a GPU's memory", "a process's memory", "scratch disk"]
+    head += ["1 GPU", *(f"{count} GPUs" for count in counts[1:])]
+    tokens = sorted({row["tokens"] for row in rows})
+    return markdown(
+        head,
+        lines,
+        f"Predicted, not measured: H100, {' or '.join(f'{count:,}' for count in tokens)} tokens, `--sparsity 0.2`, "
+        "bfloat16, the sizes of the models' own config.json.",
     )

@@ -13,6 +13,7 @@ from oneshot.compression.statistics import batches_apart
 from oneshot.compression.up_proj import UP_BATCHES
 from oneshot.footprint.expert_memory import as_profiled, num_groups, profiles
 from oneshot.footprint.rates import Rates
+from oneshot.footprint.several import Seconds, of_one_process
 from oneshot.footprint.terms import choice_cost
 from oneshot.footprint.work import Work
 from oneshot.linalg.psd import CONDITION_STEPS
@@ -51,11 +52,15 @@ USUAL_CPU = Rates(4e10, 4e10, 2e10, 2e10, pivoted=1e10)
 USUAL_DEVICE = Rates(499e12, 499e12, 50.4e12, 61.2e12, pivot_seconds=6.5e-6, bandwidth=2.76e12, link=54.9e9)
 
 TYPES = "types of the original"  # the stage's name
-Seconds = dict[str, float]  # by phase
 
 
 def predicted_phases(work: Work, rates: Rates, store: Store = "device") -> dict[str, Seconds]:
-    """Return the seconds by stage and phase. `store`: where activations are kept."""
+    """Return the seconds by stage and phase, of the slowest process. `store`: where activations are kept."""
+    return of_one_process(work, _phases_alone(work, rates, store), rates, _summed(work))
+
+
+def _phases_alone(work: Work, rates: Rates, store: Store) -> dict[str, Seconds]:
+    """Return the seconds of a run that no process shares."""
     shape = work.shape
     layers, forward = shape.num_hidden_layers, operations_of_token(work, rates)
     stages: dict[str, Seconds] = {"prepare": {"start": START_SECONDS}}
@@ -81,6 +86,19 @@ def predicted_phases(work: Work, rates: Rates, store: Store = "device") -> dict[
     of_layer = _layer_seconds(work, kept, forward, rates, store)
     stages["layers"] = {phase: layers * seconds for phase, seconds in of_layer.items()}
     return stages
+
+
+def _summed(work: Work) -> dict[str, float]:
+    """Return how many numbers the processes of a run add up for a layer, by stage."""
+    shape = work.shape
+    neurons = shape.ffns_per_layer * shape.intermediate_size
+    columns = work.heads_width**2 + 2 * shape.hidden_size**2
+    targets = work.schedule.dense_share * neurons * shape.hidden_size
+    return {
+        "curvature": float(sum(size**2 for size in work.curvature_sizes)),
+        "profile": float(neurons * shape.intermediate_size + columns),
+        "layers": neurons * shape.intermediate_size + targets + columns * work.method.plans_ranks,
+    }
 
 
 def stage_seconds(work: Work, store: Store) -> dict[str, float]:
@@ -217,11 +235,13 @@ def _layer_seconds(work: Work, kept: float, forward: float, rates: Rates, store:
         again = 2 * hidden * (3 * size + 2 * kept)
         seconds["up_proj"] += tokens * (there_and_back / UP_BATCHES + again) / rates.stream
         seconds["up_proj"] += tokens * (kept**2 / UP_BATCHES + kept * (kept + 2 * hidden)) / rates.sums
-        seconds["up_proj"] += (2 * kept**3 / 3 + 2 * (2 + steps) * kept**2 * hidden) / rates.double
+        seconds["solve"] += (2 * kept**3 / 3 + 2 * (2 + steps) * kept**2 * hidden) / rates.double
     if method.plans_ranks:
         read = tokens / batches_apart(tokens, hidden)
         grams = 2 * _gram(hidden, read) + _gram(work.heads_width, read)
-        seconds["ranks"] += read * forward / rates.stream + grams / rates.sums + _low_rank(work, rates)
+        seconds["forward"] += read * forward / rates.stream
+        seconds["sums"] += grams / rates.sums
+        seconds["ranks"] += _low_rank(work, rates)
     if work.quantises:
         columns = 2 * hidden + work.heads_width + size
         seconds["rounding"] += columns * ROUND_SECONDS + 2 * shape.layer_parameters() * hidden / rates.double

@@ -1,0 +1,55 @@
+"""Predicted seconds where several processes share a run: what they share out as docs/guides/processes.md says."""
+
+import math
+from collections.abc import Mapping
+
+from oneshot.footprint.rates import Rates
+from oneshot.footprint.work import Work
+from oneshot.machine.sharing import Loads
+
+Seconds = dict[str, float]  # by phase
+OF_TEXT = {"forward", "backward", "sums", "output head", "launches", "embedding"}
+OF_NEURONS = {"pivots", "solve", "energies", "condition"}
+RANKED, RANKED_BESIDE_EXPERTS = 4, 2  # tasks of a layer: queries and keys, output, gate, up
+
+
+def of_one_process(
+    work: Work, stages: Mapping[str, Seconds], rates: Rates, summed: Mapping[str, float]
+) -> dict[str, Seconds]:
+    """Return the seconds of the process that takes longest, from what one process alone would take.
+
+    Every process reads each layer, so transfers stay whole. Sums of a stage travel between devices at the rate of the
+    link to the host, because no other one is measured.
+
+    Args:
+        summed: numbers of float64 that the processes add up for a layer, by stage.
+    """
+    shared, count = {stage: dict(phases) for stage, phases in stages.items()}, work.machine.workers.size
+    if count == 1:
+        return shared
+    batches = math.ceil(work.text.num_sequences / work.machine.batch_size)
+    for stage, phases in shared.items():
+        _scale_(phases, OF_TEXT, math.ceil(batches / count) / batches)
+        if work.shape.experts is not None:
+            _scale_(phases, OF_NEURONS, 1 / count)
+            _scale_(phases, {"ranks"}, _longest_share([1.0] * RANKED_BESIDE_EXPERTS, count))
+        elif stage == "profile":
+            ffn, ranks = sum(phases.get(phase, 0.0) for phase in OF_NEURONS), phases.get("ranks", 0.0)
+            _scale_(phases, OF_NEURONS | {"ranks"}, _longest_share([ffn, *[ranks / RANKED] * RANKED], count))
+        else:  # an FFN needs the attention before it
+            _scale_(phases, {"ranks"}, _longest_share([1.0] * RANKED, count))
+        if stage in summed:
+            travelling = 2 * (count - 1) / count * 8 * summed[stage] * work.shape.num_hidden_layers
+            phases["exchange"] = travelling / rates.link
+    return shared
+
+
+def _scale_(phases: Seconds, names: set[str], factor: float) -> None:
+    phases.update({name: phases[name] * factor for name in names & phases.keys()})
+
+
+def _longest_share(costs: list[float], count: int) -> float:
+    """Return the share of all costs that the process with the most gets."""
+    loads = Loads(count)
+    loads.share_out(costs)
+    return max(loads.stage) / (sum(costs) or 1.0)
