@@ -17,7 +17,7 @@ import torch
 from oneshot.config import FormName
 from oneshot.recipes import find_recipe
 from oneshot.report.card import REPORT_NAME
-from oneshot.text import SELF, split_sources
+from oneshot.text import BUILTIN, SELF, split_sources
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -80,8 +80,8 @@ def key_of(row: Row, *keys: str) -> tuple[str, ...]:
 
 
 def calibration_files(names: str, data_dir: Path) -> str:
-    """Return `--calibration` for files of the data folder, whose names are joined by `+`; `self` is not a file."""
-    return "+".join(name if name == SELF else str(data_dir / name) for name in names.split("+"))
+    """Return `--calibration` for files of the data folder joined by `+`; `self` and `builtin` are not files."""
+    return "+".join(name if name in (SELF, BUILTIN) else str(data_dir / name) for name in names.split("+"))
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:

@@ -37,6 +37,7 @@ from tables.prose import (
     headline,
     laid_out_decoding,
     little_text,
+    more_kinds,
     num_families,
     own_types,
     own_types_lost,
@@ -113,6 +114,7 @@ VALUES = {
     "speed_by_parameters": speed_by_parameters,
     "laid_out_decoding": laid_out_decoding,
     "little_text": little_text,
+    "more_kinds": more_kinds,
     "quick_start_time": quick_start_time,
     **{f"quick_start_{name}": partial(seconds_of, name) for name in ("dry_run", "chat", "evaluation")},
 }
