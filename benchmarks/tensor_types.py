@@ -15,7 +15,8 @@ from harness import Row, append_row, parser, provenance
 from judging import CODE, KINDS, kind_text
 
 from oneshot import Config
-from oneshot.export.result_model import ResultModel, result_importance
+from oneshot.export.result_model import result_importance
+from oneshot.export.result_of_stock import open_result
 from oneshot.export.result_sensitivity import SENSITIVITY_TOKENS, output_squares
 from oneshot.export.rounded_tensors import RoundedTensors
 from oneshot.export.tensor_types import beside_bytes, chosen_types, damage_of, priced_tensors, write_quantised
@@ -82,12 +83,14 @@ def main() -> None:
         compress(Config.of(arguments.model, plain, calibration=str(tokens), **settings, **sizes))
     source, matrix = plain / "model.gguf", folder / "llama-imatrix.gguf"
     if not matrix.exists():
-        run(programs / "llama-imatrix", "-m", source, "-f", words, "-c", LENGTH, "-t", arguments.threads, "-o", matrix)
+        threads = arguments.threads
+        same: list[str | Path | int] = ["-f", words, "--parse-special"]  # of which the marks of documents are a part
+        run(programs / "llama-imatrix", "-m", source, *same, "-c", LENGTH, "-t", threads, "-o", matrix)
     machine = Machine(torch.device("cpu"), getattr(torch, arguments.dtype), folder, ALONE, batch_size=4)
     few = text.first(SENSITIVITY_TOKENS)
     with torch.no_grad():
-        inputs = result_importance(ResultModel(source, text, machine), lambda tokens: None)
-        model = ResultModel(source, few, machine)
+        inputs = result_importance(open_result(source, text, machine), lambda tokens: None)
+        model = open_result(source, few, machine)
         outputs = output_squares(model, 0, lambda tokens: None)
     seen = torch.bincount(few.token_ids.flatten(), minlength=model.config["vocab_size"]) / few.num_tokens
     priced = priced_tensors(model, inputs, outputs, seen)
@@ -103,7 +106,7 @@ def main() -> None:
         kinds = chosen_types(priced, budget)
         if not ours.exists():
             ours.symlink_to(source)  # which the result replaces
-            matrices = RoundedTensors(ResultModel(source, text, machine), kinds, importance, lambda layer: None)
+            matrices = RoundedTensors(open_result(source, text, machine), kinds, importance, lambda layer: None)
             with torch.no_grad():
                 write_quantised(ours, priced, kinds, names, matrices)
         files |= {kind: (theirs, None), f"own types at {kind}": (ours, damage_of(priced, kinds))}

@@ -6,6 +6,7 @@ from typing import get_args
 from harness import ROOT
 
 from oneshot.architecture import Description, Feature
+from oneshot.checkpoint.gguf_stated import own_architecture
 from oneshot.export.gguf import ARCHITECTURES
 from oneshot.families import FAMILIES
 from tables.cells import markdown
@@ -57,7 +58,8 @@ def _line(name: str, family: Description) -> list[str]:
         per_layer and family.like_llama and not stack.centres and stack.ffn.gate is not None and family.decoder is None
     )
     plain = plain and not family.carried
-    forms = (True, per_layer, plain and stack.attention.q_norm is None, plain and name in ARCHITECTURES)
+    own = own_architecture(name) is not None
+    forms = (True, per_layer, plain and stack.attention.q_norm is None, own or (plain and name in ARCHITECTURES))
     is_mixture = set(OF_DENSE_FFNS) <= set(refused)
     lacks = [NAMES[one] for one in refused if one in NAMES and not (is_mixture and one in OF_DENSE_FFNS)]
     lacks += [OF_MIXTURES] if is_mixture else []

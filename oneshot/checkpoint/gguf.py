@@ -47,7 +47,7 @@ class GgufCheckpoint(Checkpoint):
 
     Attributes:
         file_bytes: bytes of the GGUF file, or of all parts of a split one, whose first part is given.
-        kind: the type of most of its bytes, such as `Q4_K`.
+        architecture: llama.cpp's name. kind: the type of most of its bytes, such as `Q4_K`.
 
     Raises `CheckpointError` if the file is damaged, of another kind, or says something that oneshot does not know.
     """
@@ -62,6 +62,7 @@ class GgufCheckpoint(Checkpoint):
             self._file = GgufModel(path)
         except Exception as error:  # damage shows itself in many types; the cause is named and chained
             raise _unreadable(path, error) from error
+        self.architecture: str = self._file.metadata.get("general.architecture", "")
         self._architecture, self.config = architecture_of(self._file, path), config_of(self._file)
         family = FAMILIES[self._architecture.model_type]
         self._transposed = tuple(f"{linear}.weight" for linear in family.stack.transposed)
@@ -76,8 +77,7 @@ class GgufCheckpoint(Checkpoint):
         """Return the stored name of every tensor of the stock class; refuse those that only one side has."""
         import gguf
 
-        architecture = self._file.metadata["general.architecture"]
-        kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+        kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == self.architecture)
         _, model_class = stock_classes(self.config)
         try:
             places = gguf.get_tensor_name_map(kind, self._num_layers)
@@ -106,13 +106,23 @@ class GgufCheckpoint(Checkpoint):
     @property
     def pooling(self) -> str | None:
         """Return how an embedding model pools its last states, by sentence-transformers' name; None for others."""
-        architecture = self._file.metadata["general.architecture"]
-        return KINDS.get(self._file.metadata.get(f"{architecture}.{POOLING}", 0))
+        return KINDS.get(self._file.metadata.get(f"{self.architecture}.{POOLING}", 0))
 
     @property
     def stored_names(self) -> frozenset[str]:
         """Return the names of all tensors, of which none is left out."""
         return frozenset(self._file_names)
+
+    def name_of(self, name: str) -> str:
+        """Return the name in the file of a tensor of the stock class."""
+        return self._file_names[name]
+
+    def interleaved_heads(self, name: str) -> int | None:
+        """Return the heads of queries or keys whose rows the file has in another order; None for other tensors."""
+        heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
+        if heads is None or not self._architecture.pairs:
+            return None
+        return int(self.config.get(heads) or self.config["num_attention_heads"])
 
     @property
     def num_bytes(self) -> int:
@@ -170,10 +180,8 @@ class GgufCheckpoint(Checkpoint):
             return np.ascontiguousarray(values.T)
         if name.endswith("norm.weight"):
             return values - np.float32(self._architecture.norm_offset)
-        heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
-        if heads is None or not self._architecture.pairs:
-            return values
-        return in_halves(values, self.config.get(heads) or self.config["num_attention_heads"])
+        heads = self.interleaved_heads(name)
+        return values if heads is None else in_halves(values, heads)
 
 
 def open_gguf(checkpoint: str) -> GgufCheckpoint | None:

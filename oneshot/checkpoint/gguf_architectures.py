@@ -8,6 +8,7 @@ KV_HEADS = "attention.head_count_kv"
 LOCAL_THETA = 10000.0  # of layers with windows, llama.cpp's default
 
 Further = Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]]
+Written = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,9 @@ class Architecture:
         context: the config's name of the longest context.
         keys: further keys of the file that may be there, below its architecture.
         further: `(keys of the file below its architecture, config so far) -> further entries of the config`.
+        written: its inverse, `complete config -> further keys of the file`; None for a family that `--form gguf` does
+            not write in its own architecture.
+        rotary: `complete config -> rope_parameters` that the keys below `rope.` state.
         norm_offset: what the converter adds to the weights of norms.
         pairs: whether the rows of queries and keys that positions turn together lie side by side.
         partly_rotary: whether positions may turn a part of each head.
@@ -33,6 +37,8 @@ class Architecture:
     context: str = "max_position_embeddings"
     keys: Collection[str] = ()
     further: Further = lambda keys, config: {}
+    written: Written | None = None
+    rotary: Written = lambda config: config["rope_parameters"]
     norm_offset: float = 0.0
     pairs: bool = False
     partly_rotary: bool = False
@@ -53,6 +59,14 @@ def _layer_types(keys: Mapping[str, Any], config: Mapping[str, Any], period: int
     return ["sliding_attention" if one else "full_attention" for one in slides]
 
 
+def _pattern(config: Mapping[str, Any], period: int) -> dict[str, Any]:
+    """Return the inverse of `_layer_types`: no key if the layers have llama.cpp's own pattern."""
+    kinds = config["layer_types"]
+    if kinds == _layer_types({}, {"num_hidden_layers": len(kinds)}, period):
+        return {}
+    return {"attention.sliding_window_pattern": [one == "sliding_attention" for one in kinds]}
+
+
 def _score_scale(config: Mapping[str, Any], layers_of_27b: int) -> dict[str, Any]:
     """Return the scale of scores, which llama.cpp derives from the number of layers."""
     of_27b = config["num_hidden_layers"] == layers_of_27b
@@ -70,6 +84,12 @@ def _gemma2(keys: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any
     }
 
 
+def _gemma2_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the inverse of `_gemma2`; a cap that is missing is read as the usual one."""
+    caps = {name: float(config[name]) for name in CAPS if config[name] is not None}
+    return caps | {"attention.sliding_window": config["sliding_window"]} | _pattern(config, 2)
+
+
 def _gemma3(keys: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     window = keys.get("attention.sliding_window")
     local = {"rope_type": "default", "rope_theta": keys.get("rope.freq_base_swa", LOCAL_THETA)}
@@ -81,6 +101,15 @@ def _gemma3(keys: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any
         **({"sliding_window": window} if window else {}),
         **_score_scale(config, 62),
     }
+
+
+def _gemma3_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the inverse of `_gemma3`."""
+    cap, local = config["final_logit_softcapping"], config["rope_parameters"]["sliding_attention"]
+    keys = {"rope.freq_base_swa": float(local["rope_theta"])} | ({CAPS[1]: float(cap)} if cap else {})
+    if "sliding_attention" not in config["layer_types"]:
+        return keys
+    return keys | {"attention.sliding_window": config["sliding_window"]} | _pattern(config, 6)
 
 
 def _granite(keys: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
@@ -133,9 +162,21 @@ ARCHITECTURES = {
     ),
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", SILU),
     "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", SILU, ATTENTION_BIAS),
-    "gemma": Architecture("gemma", "GemmaForCausalLM", {"hidden_act": "gelu_pytorch_tanh"}, norm_offset=1.0),
+    "gemma": Architecture(
+        "gemma",
+        "GemmaForCausalLM",
+        {"hidden_act": "gelu_pytorch_tanh"},
+        written=lambda config: {},
+        norm_offset=1.0,
+    ),
     "gemma2": Architecture(
-        "gemma2", "Gemma2ForCausalLM", GELU, keys=(*WINDOWS, *CAPS), further=_gemma2, norm_offset=1.0
+        "gemma2",
+        "Gemma2ForCausalLM",
+        GELU,
+        keys=(*WINDOWS, *CAPS),
+        further=_gemma2,
+        written=_gemma2_keys,
+        norm_offset=1.0,
     ),
     "gemma3": Architecture(
         "gemma3_text",
@@ -143,6 +184,8 @@ ARCHITECTURES = {
         GELU,
         keys=(*WINDOWS, *CAPS[1:], "rope.freq_base_swa"),
         further=_gemma3,
+        written=_gemma3_keys,
+        rotary=lambda config: config["rope_parameters"]["full_attention"],
         norm_offset=1.0,
     ),
     "phi3": Architecture("phi3", "Phi3ForCausalLM", SILU, keys=WINDOWS[:1], further=_window, partly_rotary=True),

@@ -2,12 +2,15 @@
 
 import math
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+import numpy as np
 
 from oneshot.checkpoint.compressed import again
 from oneshot.checkpoint.gguf_architectures import ARCHITECTURES, KV_HEADS, Architecture
-from oneshot.checkpoint.gguf_file import GgufModel
+from oneshot.checkpoint.gguf_file import GgufTensor
 from oneshot.checkpoint.gguf_rotary import (
     FACTORS,
     LONG_FACTORS,
@@ -31,7 +34,22 @@ SILENT = ("vocab_size", ROTARY_SIZE, *HEAD_SIZES)
 TOKENS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "padding_token_id": "pad_token_id"}
 
 
-def architecture_of(file: GgufModel, path: Path = Path()) -> Architecture:
+class Stated(Protocol):
+    """What a file states: metadata by key, and tensors by name, of which `read` returns the values."""
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """Return the metadata by key."""
+
+    @property
+    def tensors(self) -> Mapping[str, GgufTensor]:
+        """Return the tensors by name."""
+
+    def read(self, name: str) -> np.ndarray:
+        """Return the values of a tensor."""
+
+
+def architecture_of(file: Stated, path: Path = Path()) -> Architecture:
     """Return the description of a file's architecture.
 
     Raises `CheckpointError` for one that is not known, and for a file that holds something else than a model.
@@ -58,7 +76,7 @@ def architecture_of(file: GgufModel, path: Path = Path()) -> Architecture:
     return ARCHITECTURES[name]
 
 
-def config_of(file: GgufModel) -> dict[str, Any]:
+def config_of(file: Stated) -> dict[str, Any]:
     """Return the config.json that states what a file's metadata and tensors say; its dtype is float32.
 
     Raises `CheckpointError` for an architecture or a key that is not known: it could change what the model computes.
@@ -66,7 +84,7 @@ def config_of(file: GgufModel) -> dict[str, Any]:
     architecture = architecture_of(file)
     prefix = f"{file.metadata['general.architecture']}."
     stated = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
-    names = _size_names(architecture)
+    names = size_names(architecture)
     _refuse_unknown(stated, {*names, *architecture.keys})
     for key in names:  # writers also list a number for every layer
         value = stated.get(key)
@@ -113,7 +131,7 @@ def config_of(file: GgufModel) -> dict[str, Any]:
         ) from error
 
 
-def _special_tokens(file: GgufModel) -> dict[str, int | None]:
+def _special_tokens(file: Stated) -> dict[str, int | None]:
     """Return the ids of a file's special tokens by their names in a config, None for those that it does not state."""
     tokens = file.metadata.get("tokenizer.ggml.tokens")  # of an array of strings, their number
     count = tokens if isinstance(tokens, int | None) else len(tokens)
@@ -128,7 +146,7 @@ def _special_tokens(file: GgufModel) -> dict[str, int | None]:
     return found
 
 
-def _size_names(architecture: Architecture) -> dict[str, str]:
+def size_names(architecture: Architecture) -> dict[str, str]:
     """Return the config's name of every number that a file must state, by the file's key."""
     family = FAMILIES[architecture.model_type]
     kind = "layer_norm" if family.stack.centres else "layer_norm_rms"
@@ -145,7 +163,7 @@ def _size_names(architecture: Architecture) -> dict[str, str]:
     return {key: name for key, name in listed.items() if name}
 
 
-def _positions(file: GgufModel, stated: dict[str, Any], rotary_size: int, context_length: int) -> dict[str, Any]:
+def _positions(file: Stated, stated: dict[str, Any], rotary_size: int, context_length: int) -> dict[str, Any]:
     """Return the entries of a config that state a file's rotary positions."""
     rotary = {key.removeprefix("rope."): value for key, value in stated.items() if key.startswith("rope.")}
     tables = [file.read(name) if name in file.tensors else None for name in (FACTORS, LONG_FACTORS, SHORT_FACTORS)]

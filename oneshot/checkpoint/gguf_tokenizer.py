@@ -66,10 +66,14 @@ def with_the_files_tokens(backend: Any, content: Mapping[str, Any]) -> Any:
     model, added = described["model"], [one for one in described["added_tokens"] if one["id"] < len(tokens)]
     listed = {one["id"] for one in added}
     spelled = {number: name for name, number in model["vocab"].items()}
+    in_bytes = content.get("tokenizer_type") == "gpt2"
     for number, (name, kind) in enumerate(zip(tokens, kinds, strict=False)):
-        if kind in (CONTROL, USER_DEFINED) and number not in listed and content.get("tokenizer_type") == "gpt2":
+        if number in listed or kind not in (CONTROL, USER_DEFINED):
+            continue
+        if in_bytes:
             spelled[number] = name
-            added.append(dict(PLAIN, id=number, content=name, special=kind == CONTROL))
+        if in_bytes or kind == USER_DEFINED:  # as runs of spaces in Gemma's tokenizer
+            added.append(dict(PLAIN, id=number, content=spelled[number], special=kind == CONTROL))
     model["vocab"] = {name: number for number, name in spelled.items() if number < len(tokens)}
     if model.get("unk_token") not in model["vocab"]:
         model["unk_token"] = None

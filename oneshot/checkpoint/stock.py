@@ -99,6 +99,13 @@ def complete_config(config: dict[str, Any]) -> dict[str, Any]:
     return complete
 
 
+def entries_of_all_classes() -> set[str]:
+    """Return the entries that the config of every class has, whatever its model computes."""
+    from transformers import PretrainedConfig
+
+    return set(PretrainedConfig().to_dict())
+
+
 def complete_text_config(family: Description, config: dict[str, Any]) -> dict[str, Any]:
     """Return what a config.json states of the language model, with the defaults of its class."""
     complete = config | complete_config(config)

@@ -6,10 +6,12 @@ from typing import Any, Protocol
 from oneshot.architecture import Description, StackShape
 from oneshot.architecture.stated_shapes import nemotron_nas_shape, per_layer_shape, resized_shape
 from oneshot.checkpoint import Journal, Model
+from oneshot.checkpoint.gguf_stated import own_architecture
 from oneshot.compression import StreamSubspaces
 from oneshot.config import FormName, SaveDtype
 from oneshot.export.encoder import EncoderForm, encoder_shape
 from oneshot.export.gguf import GgufForm
+from oneshot.export.gguf_stock import StockGgufForm
 from oneshot.export.nemotron_nas import NemotronNasForm
 from oneshot.export.outside import Part
 from oneshot.export.per_layer import PerLayerForm
@@ -86,7 +88,12 @@ STATED_SHAPES: dict[str, Callable[[dict[str, Any]], StackShape]] = {
 
 
 def form_of(name: FormName, family: Description) -> Form:
-    """Return the form of this name for a family; the per-layer form has three classes of checkpoints."""
+    """Return the form of this name for a family.
+
+    The per-layer form has three classes of checkpoints, and the form gguf has two layouts of its file.
+    """
+    if name == GgufForm.name and own_architecture(family.model_type) is not None:
+        return StockGgufForm()
     if name != PerLayerForm.name:
         return FORMS[name]
     if family.stack.norms_after and not family.stack.causal:

@@ -6,7 +6,7 @@ widths and of heads. Both are laid out as llama.cpp's own converter lays them ou
 
 import importlib.util
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,8 @@ import numpy as np
 from oneshot.architecture import StackShape, scaled_epsilon
 from oneshot.checkpoint import GgufCheckpoint, Journal, Model, card_metadata, complete_config
 from oneshot.checkpoint.gguf_architectures import ARCHITECTURES as KNOWN
-from oneshot.checkpoint.gguf_config import OWN_SIZES
+from oneshot.checkpoint.gguf_architectures import KV_HEADS
+from oneshot.checkpoint.gguf_config import HEAD_SIZES, OWN_SIZES, ROTARY_SIZE
 from oneshot.checkpoint.gguf_rotary import FACTORS, interleave, reason_against_rotary, rotary_factors, rotary_metadata
 from oneshot.checkpoint.layout import Place
 from oneshot.checkpoint.pooling import KINDS, pooling_of
@@ -42,7 +43,7 @@ HEADS_FILL_HIDDEN_SIZE = ("qwen2",)  # architectures whose heads have as many va
 INTERLEAVED = (OWN_SIZES, *(name for name, known in KNOWN.items() if known.pairs))
 
 
-class GgufForm(LlamaLayers):
+class GgufFolder:
     """A folder with one `model.gguf`, beside the tokenizer and the report."""
 
     name = NAME
@@ -61,6 +62,10 @@ class GgufForm(LlamaLayers):
         """Return the command that opens the result."""
         return f"```\nllama-server -m FOLDER/{FILE_NAME}\n```"
 
+
+class GgufForm(GgufFolder, LlamaLayers):
+    """Layers of Llama, which may have sizes of their own."""
+
     def grid(self, model: Model) -> Grid:
         """Return the sizes that llama.cpp's architectures can state."""
         refusal = reason_against_llama(model, NAME)
@@ -70,12 +75,7 @@ class GgufForm(LlamaLayers):
         unstated = reason_against_rotary(rotary) if refusal is None else None
         if unstated is not None:
             refusal = f"--form gguf cannot state the model's rotary positions ({unstated}); use --form per-layer."
-        try:
-            self._pooling(model)
-        except CheckpointError as error:
-            refusal = f"{error} Use --form stock."
-        if importlib.util.find_spec("gguf") is None:
-            refusal = "--form gguf needs the package gguf; run pip install 'oneshot-llm[gguf]'."
+        refusal = reason_against_files(model) or refusal
         differ = not model.shape.query_key_norms  # the architecture for different layers has no norms of queries
         return Grid(
             model.family,
@@ -92,7 +92,7 @@ class GgufForm(LlamaLayers):
     def config(self, model: Model, plan: Plan) -> dict[str, Any]:
         """Return a config.json that states the sizes. Raises `PlanError` if llama.cpp lacks the tokenizer."""
         if not isinstance(model.checkpoint, GgufCheckpoint):  # of which a prediction reads no tokenizer
-            self._vocabulary(model)
+            vocabulary_of(model)
         stack = self.grid(model).stack(plan)
         if model.shape.query_key_norms and not _is_uniform(stack):
             raise PlanError(
@@ -110,22 +110,32 @@ class GgufForm(LlamaLayers):
         A run that is interrupted here continues from the parts, which stay until the end.
         """
         stack = self.grid(model).stack(plan)
-        complete = with_all_ffns(stack)
-        path = journal.partial / FILE_NAME
-        unfinished = path.with_name(path.name + UNFINISHED)
+        complete, path = with_all_ffns(stack), journal.partial / FILE_NAME
         tensors = _tensors(model, stack, journal.stored(), quantised=save_dtype == "q8_0")
-        _write(unfinished, model, complete, self._vocabulary(model), tensors, advance, self._pooling(model))
-        make_durable(unfinished, path)
+        write_file(path, model, complete, _architecture(model, complete), _keys(model, complete), tensors, advance)
         return verify_gguf(path, complete)
 
-    @staticmethod
-    def _pooling(model: Model) -> str | None:
-        """Return how an embedding model pools its last states; None for other models. Raises as `pooling_of`."""
-        source = model.checkpoint
-        return source.pooling if isinstance(source, GgufCheckpoint) else pooling_of(source.folder)
 
-    def _vocabulary(self, model: Model) -> Vocabulary:
-        return Vocabulary(model.checkpoint.folder, model.shape.vocab_size)
+def reason_against_files(model: Model) -> str | None:
+    """Return a sentence why no GGUF file of a model can be written here; None if one can."""
+    if importlib.util.find_spec("gguf") is None:
+        return "--form gguf needs the package gguf; run pip install 'oneshot-llm[gguf]'."
+    try:
+        _pooling(model)
+    except CheckpointError as error:
+        return f"{error} Use --form stock."
+    return None
+
+
+def vocabulary_of(model: Model) -> Vocabulary:
+    """Return a model's tokenizer. Raises `PlanError` if llama.cpp lacks it."""
+    return Vocabulary(model.checkpoint.folder, model.shape.vocab_size)
+
+
+def _pooling(model: Model) -> str | None:
+    """Return how an embedding model pools its last states; None for other models. Raises as `pooling_of`."""
+    source = model.checkpoint
+    return source.pooling if isinstance(source, GgufCheckpoint) else pooling_of(source.folder)
 
 
 def with_all_ffns(stack: StackShape) -> StackShape:
@@ -159,13 +169,9 @@ def _tensors(model: Model, stack: StackShape, stored: list[Place], *, quantised:
     if factors is not None:
         tensors.append(FileTensor(FACTORS, factors.shape, "F32", partial(np.asarray, factors)))
     for place in stored:
-        name = names.get_name(place.name, try_suffixes=(".weight", ".bias"))
-        if name is None:
-            raise OutputError(f"llama.cpp has no place for {place.name}; please report this with the config.json.")
         heads = rotated_heads(place.name, stack) if architecture in INTERLEAVED else None
         order = None if heads is None else partial(interleave, heads=heads)
-        into = file_kind(place.dtype, place.shape, quantised=quantised)
-        tensors.append(FileTensor(name, place.shape, into, partial(read_stored, place, into, order)))
+        tensors.append(stored_tensor(names, place, order, quantised=quantised))
     without_them = expected_tensors(stack)
     for name, shape in expected_tensors(complete).items():
         if name not in without_them:
@@ -173,26 +179,55 @@ def _tensors(model: Model, stack: StackShape, stored: list[Place], *, quantised:
     return tensors
 
 
-def _write(
+def stored_tensor(
+    names: Any, place: Place, change: Callable[[np.ndarray], np.ndarray] | None, *, quantised: bool
+) -> FileTensor:
+    """Return a tensor of the journal as one of the file.
+
+    Args:
+        names: of `gguf.get_tensor_name_map`. change: to its values, as `read_stored` takes it.
+
+    Raises `OutputError` for a tensor that llama.cpp's architecture does not have.
+    """
+    name = names.get_name(place.name, try_suffixes=(".weight", ".bias"))
+    if name is None:
+        raise OutputError(f"llama.cpp has no place for {place.name}; please report this with the config.json.")
+    kind = file_kind(place.dtype, place.shape, quantised=quantised)
+    return FileTensor(name, place.shape, kind, partial(read_stored, place, kind, change))
+
+
+def write_file(
     path: Path,
     model: Model,
     stack: StackShape,
-    vocabulary: Vocabulary,
+    architecture: str,
+    keys: Mapping[str, Any],
     tensors: list[FileTensor],
     advance: Callable[[int], None],
-    pooling: str | None,
 ) -> None:
-    """Write a GGUF file; one tensor at a time is in memory."""
+    """Write a GGUF file; one tensor at a time is in memory, and nothing is at `path` before it is complete.
+
+    Args:
+        stack: the sizes in it. keys: what it states below its architecture. advance: receives the bytes written.
+    """
     import gguf
 
-    kinds = gguf.GGMLQuantizationType
-    writer = gguf.GGUFWriter(path, _architecture(model, stack))
+    kinds, unfinished, pooling = gguf.GGMLQuantizationType, path.with_name(path.name + UNFINISHED), _pooling(model)
+    writer = gguf.GGUFWriter(unfinished, architecture)
     for tensor in tensors:
         writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.num_bytes, kinds[tensor.kind])
-    _add_metadata(writer, model, stack, max(tensors, key=lambda tensor: tensor.num_bytes).kind)
+    _add_general(writer, model, stack, max(tensors, key=lambda tensor: tensor.num_bytes).kind)
+    add: dict[type, Any] = {
+        str: writer.add_string,
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        list: writer.add_array,
+    }
+    for key, value in keys.items():
+        add[type(value)](f"{architecture}.{key}", value)
     if pooling is not None:
         writer.add_pooling_type(gguf.PoolingType(next(number for number, name in KINDS.items() if name == pooling)))
-    vocabulary.write(writer)
+    vocabulary_of(model).write(writer)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -200,36 +235,19 @@ def _write(
         writer.write_tensor_data(tensor.read())
         advance(tensor.num_bytes)
     writer.close()
+    make_durable(unfinished, path)
 
 
-def _add_metadata(writer: Any, model: Model, stack: StackShape, kind: Kind) -> None:
-    """Add the sizes, the rotary positions, the `kind` of most weights, and what the input's card says."""
+def _add_general(writer: Any, model: Model, stack: StackShape, kind: Kind) -> None:
+    """Add what the input's card says, the number of parameters, and the `kind` of most weights."""
     import gguf
 
-    config, shape = complete_config(model.checkpoint.config), model.shape
-    by_layer = {
-        writer.add_feed_forward_length: [layer.intermediate_size for layer in stack.layers],
-        writer.add_head_count: [layer.num_attention_heads for layer in stack.layers],
-        writer.add_head_count_kv: [layer.num_key_value_heads for layer in stack.layers],
-    }
-    for add, sizes in by_layer.items():
-        add(sizes[0] if _is_uniform(stack) else sizes)
-    card = card_metadata(model.checkpoint.folder)
-    licence = card.get("license")
+    licence = card_metadata(model.checkpoint.folder).get("license")
     writer.add_type(gguf.GGUFType.MODEL)
     writer.add_name(model.checkpoint.folder.name)
     if isinstance(licence, str):
         writer.add_license(licence)
     writer.add_size_label(gguf.size_label(stack.stored_parameters(), 0, 0, 0))
-    writer.add_block_count(len(stack.layers))
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(stack.embedding_size)
-    writer.add_vocab_size(stack.vocab_size)
-    writer.add_layer_norm_rms_eps(scaled_epsilon(config["rms_norm_eps"], shape.hidden_size, stack.embedding_size))
-    writer.add_key_length(shape.head_dim)
-    writer.add_value_length(shape.head_dim)
-    writer.add_rope_dimension_count(shape.head_dim)
-    _add_rotary(writer, _architecture(model, stack), config["rope_parameters"])
     types = {
         "F32": gguf.LlamaFileType.ALL_F32,
         "F16": gguf.LlamaFileType.MOSTLY_F16,
@@ -240,11 +258,26 @@ def _add_metadata(writer: Any, model: Model, stack: StackShape, kind: Kind) -> N
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
 
 
-def _add_rotary(writer: Any, architecture: str, rotary: dict[str, Any]) -> None:
-    """Add how positions turn queries and keys; factors of type llama3 are a tensor."""
-    for key, value in rotary_metadata(rotary).items():
-        add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[type(value)]
-        add(f"{architecture}.rope.{key}", value)
+def _keys(model: Model, stack: StackShape) -> dict[str, Any]:
+    """Return the sizes and the rotary positions, as a file states them below its architecture."""
+    config, shape = complete_config(model.checkpoint.config), model.shape
+    by_layer = {
+        "feed_forward_length": [layer.intermediate_size for layer in stack.layers],
+        "attention.head_count": [layer.num_attention_heads for layer in stack.layers],
+        KV_HEADS: [layer.num_key_value_heads for layer in stack.layers],
+    }
+    epsilon = scaled_epsilon(config["rms_norm_eps"], shape.hidden_size, stack.embedding_size)
+    return {
+        **{key: sizes[0] if _is_uniform(stack) else sizes for key, sizes in by_layer.items()},
+        "block_count": len(stack.layers),
+        "context_length": config["max_position_embeddings"],
+        "embedding_length": stack.embedding_size,
+        "vocab_size": stack.vocab_size,
+        "attention.layer_norm_rms_epsilon": epsilon,
+        **dict.fromkeys((*HEAD_SIZES, ROTARY_SIZE), shape.head_dim),
+        # factors of type llama3 are a tensor
+        **{f"rope.{key}": value for key, value in rotary_metadata(config["rope_parameters"]).items()},
+    }
 
 
 def rotated_heads(name: str, stack: StackShape) -> int | None:

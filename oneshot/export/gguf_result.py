@@ -14,6 +14,7 @@ from oneshot.checkpoint import locate_checkpoint
 from oneshot.checkpoint.gguf import FLOAT_BYTES, write_weights
 from oneshot.checkpoint.gguf_file import GgufModel
 from oneshot.checkpoint.gguf_rotary import FACTORS, in_halves
+from oneshot.checkpoint.gguf_stated import own_architecture
 from oneshot.checkpoint.reader import WEIGHT_NAMES
 from oneshot.checkpoint.safe_files import read_config
 from oneshot.errors import CheckpointError, cause
@@ -32,7 +33,10 @@ def open_folder(checkpoint: str, scratch: Path, revision: str | None = None) -> 
     Raises `CheckpointError` as `locate_checkpoint`, and if the file does not have the sizes of its config.json.
     """
     path = own_gguf(checkpoint)
-    return locate_checkpoint(checkpoint, scratch, revision) if path is None else _converted(path, scratch)
+    if path is None:
+        return locate_checkpoint(checkpoint, scratch, revision)
+    own_sizes = read_config(path.parent).get("model_type") == COMPRESSED_MODEL_TYPE
+    return _converted(path, scratch) if own_sizes else locate_checkpoint(str(path), scratch)
 
 
 def own_gguf(checkpoint: str) -> Path | None:
@@ -43,10 +47,12 @@ def own_gguf(checkpoint: str) -> Path | None:
     try:
         if not (path.is_file() and beside.is_file()) or any((path.parent / name).exists() for name in WEIGHT_NAMES):
             return None
-        is_ours = json.loads(beside.read_text(encoding="utf-8")).get("model_type") == COMPRESSED_MODEL_TYPE
+        model_type = json.loads(beside.read_text(encoding="utf-8")).get("model_type")
     except (OSError, ValueError, AttributeError):  # no config.json of ours; who opens the checkpoint tells the cause
         return None
-    return path if is_ours else None
+    # a file in the family's own architecture is read as any other one is
+    is_stock = given != path and own_architecture(str(model_type)) is not None
+    return path if is_stock or model_type == COMPRESSED_MODEL_TYPE else None
 
 
 class RestoredModel:

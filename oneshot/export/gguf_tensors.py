@@ -52,16 +52,16 @@ def file_kind(dtype: torch.dtype, shape: tuple[int, ...], *, quantised: bool) ->
     return KINDS.get(dtype, "F32")
 
 
-def read_stored(place: Place, kind: Kind, order: Callable[[np.ndarray], np.ndarray] | None) -> np.ndarray:
+def read_stored(place: Place, kind: Kind, change: Callable[[np.ndarray], np.ndarray] | None) -> np.ndarray:
     """Return a tensor of the journal as the file stores it: bfloat16 as its bits, Q8_0 as its bytes.
 
-    `order`: a function that orders its rows; None leaves them.
+    `change`: a function that orders its rows, or computes in float32; None leaves them.
     """
     with place.path.open("rb") as file:
         file.seek(place.start)
         values = np.fromfile(file, NUMPY_DTYPES[place.dtype], math.prod(place.shape)).reshape(place.shape)
-    if order is not None:
-        values = order(values)
+    if change is not None:
+        values = change(values)
     if kind == "Q8_0":
         return quantised(values)
     if kind == KINDS.get(place.dtype):

@@ -10,7 +10,8 @@ import numpy as np
 from oneshot.architecture import StackShape
 from oneshot.export.gguf import FILE_NAME, expected_tensors, with_all_ffns
 from oneshot.export.quantisers import FLOAT, bytes_of, types_of
-from oneshot.export.result_model import Advance, ResultModel, result_importance
+from oneshot.export.result_model import Advance, result_importance
+from oneshot.export.result_of_stock import open_result
 from oneshot.export.result_sensitivity import SENSITIVITY_TOKENS
 from oneshot.export.tensor_types import Priced, beside_bytes, price_result
 from oneshot.linalg.allocation import least_damage
@@ -79,7 +80,7 @@ def price_original(
             layer. rounds: is called before what takes longest, the rounding.
     """
     path = folder / FILE_NAME
-    inputs = result_importance(ResultModel(path, text, machine), advance)
+    inputs = result_importance(open_result(path, text, machine), advance)
     rounds()
     priced, names = price_result(path, inputs, text.first(SENSITIVITY_TOKENS), machine, seed)
     return OriginalTypes(priced, names, beside_bytes(path, names))

@@ -5,7 +5,8 @@ from pathlib import Path
 from oneshot.checkpoint import IMPORTANCE_NAME
 from oneshot.config import TextOptions
 from oneshot.export.imatrix import TensorNames, write_imatrix
-from oneshot.export.result_model import Advance, ResultModel, result_importance
+from oneshot.export.result_model import Advance, result_importance
+from oneshot.export.result_of_stock import open_result
 from oneshot.machine import Machine
 from oneshot.stream import InputSquares
 from oneshot.text import Text
@@ -22,7 +23,7 @@ def write_result_importance(
 
     Raises `CheckpointError` if activations are not finite; it names the layer.
     """
-    model = ResultModel(path, text, machine)
+    model = open_result(path, text, machine)
     names = TensorNames(model.source.architecture, model.num_layers, has_experts=False)
     squares = result_importance(model, advance)
     write_imatrix(path.with_name(IMPORTANCE_NAME), squares, names, options, model.config)

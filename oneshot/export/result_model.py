@@ -1,24 +1,35 @@
 """The layers of a result of `--form gguf`, read one at a time, and how large their inputs are on a text."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from oneshot.checkpoint import copy_modules
+from oneshot.checkpoint import GgufCheckpoint, copy_modules
 from oneshot.checkpoint.safe_files import read_config
 from oneshot.compression.overflow import naming_the_layer, refuse_overflow
 from oneshot.export.companions import empty_model
 from oneshot.export.gguf_result import RestoredModel
 from oneshot.machine import Machine
 from oneshot.machine.transfer import uploaded
-from oneshot.stream import ActivationStore, InputSquares
+from oneshot.stream import ActivationStore, InputSquares, OutputHead
 from oneshot.tensors import Tensors
 from oneshot.text import Batch, Text
 
 Advance = Callable[[float], None]  # receives the tokens that passed a layer
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
+
+
+@dataclass(frozen=True)
+class ResultLayer:
+    """A layer of a result: its module, its tensors on the host, and its pass of states `(sequences, length, D)`."""
+
+    module: nn.Module
+    tensors: Tensors
+    run: Callable[[torch.Tensor], torch.Tensor]
 
 
 class ResultModel:
@@ -29,7 +40,11 @@ class ResultModel:
 
     Attributes:
         source: the tensors of the file, by the names of the per-layer form. num_layers: its layers.
+        embedding_scale: what the first layer reads of the embedding's rows.
     """
+
+    source: "RestoredModel | GgufCheckpoint"
+    embedding_scale = 1.0
 
     def __init__(self, path: Path, text: Text, machine: Machine) -> None:
         self.source, self.machine = RestoredModel(path), machine
@@ -65,20 +80,18 @@ class ResultModel:
         [weight] = self.source.read([f"{name}.weight"]).values()
         return weight
 
-    def layer(self, number: int) -> tuple[nn.Module, Tensors]:
-        """Return a layer on the compute device, and its tensors."""
+    def layer(self, number: int) -> ResultLayer:
+        """Return a layer on the compute device."""
         empty = self._whole.model.layers[number]
         tensors = self._read(empty, f"model.layers.{number}")
-        return self._with(empty, tensors), tensors
+        module = self._with(empty, tensors)
+        return ResultLayer(module, tensors, partial(module, position_embeddings=self._turned, attention_mask=None))
 
-    def run(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """Return the states `(sequences, length, D)` behind a layer."""
-        moved: torch.Tensor = layer(x, position_embeddings=self._turned, attention_mask=None)
-        return moved
-
-    def norm(self) -> nn.Module:
-        """Return the final norm."""
-        return self._with(self._whole.model.norm, self._read(self._whole.model.norm, "model.norm"))
+    def output_head(self) -> OutputHead:
+        """Return the output head with the final norm, on the compute device in the compute dtype."""
+        norm = self._with(self._whole.model.norm, self._read(self._whole.model.norm, "model.norm"))
+        weight = self.table(HEAD if self.has_head else EMBEDDING)
+        return OutputHead(norm, uploaded(weight, self.machine.device).to(self.machine.dtype))
 
     def read_batch(self, store: ActivationStore, batch: Batch) -> torch.Tensor:
         """Return a batch's states `(sequences, length, D)`."""
@@ -104,21 +117,21 @@ def result_importance(model: ResultModel, advance: Advance) -> InputSquares:
     """
     squares, store, size = InputSquares(), model.embedded(), model.config["hidden_size"]
     for number in range(model.num_layers):
-        layer, tensors = model.layer(number)
+        layer = model.layer(number)
         found = InputSquares()
-        with found.listening(layer):
+        with found.listening(layer.module):
             for batch in model.batches:
-                store.write(batch.rows, model.run(layer, model.read_batch(store, batch)))
+                store.write(batch.rows, layer.run(model.read_batch(store, batch)))
                 advance(batch.token_ids.numel())
-        if layer.mlp is None:  # the file has one of a single neuron, whose tensors are zeros
+        if layer.module.mlp is None:  # the file has one of a single neuron, whose tensors are zeros
             for linear, inputs in {"gate_proj": size, "up_proj": size, "down_proj": 1}.items():
                 found.add_(f"mlp.{linear}", torch.zeros(inputs), torch.full((1,), model.num_tokens))
-        with naming_the_layer(number, lambda tensors=tensors: tensors):  # type: ignore[misc]
+        with naming_the_layer(number, lambda layer=layer: layer.tensors):  # type: ignore[misc]
             refuse_overflow(*found.sums.values())
         for part, sums in found.sums.items():
             squares.add_(f"model.layers.{number}.{part}", sums.cpu(), found.counts[part].cpu())
     if model.has_head:
-        norm = model.norm()
+        norm = model.output_head().norm
         for batch in model.batches:
             squares.add_rows_(HEAD, norm(store.read(batch.rows)))
     store.close()

@@ -10,7 +10,7 @@ from torch import nn
 from oneshot.compression.overflow import refuse_overflow
 from oneshot.export.result_model import EMBEDDING, HEAD, Advance, ResultModel
 from oneshot.machine.transfer import uploaded
-from oneshot.stream import ActivationStore, InputSquares, OutputHead
+from oneshot.stream import ActivationStore, InputSquares
 
 SENSITIVITY_TOKENS = 8192
 HEAD_INPUTS = f"{HEAD}.inputs"
@@ -20,29 +20,29 @@ def output_squares(model: ResultModel, seed: int, advance: Advance) -> InputSqua
     """Return the sums of squared gradients at the outputs of a result's linears, by their names.
 
     The loss is of tokens that are drawn from the prediction, so the means over tokens are the diagonal of the Fisher
-    matrix at these outputs. The gradient at the embedding has the name of its module. The output head has the
+    matrix at these outputs. The gradient at the embedding's rows has the name of its module. The output head has the
     probabilities of tokens, which bound their variance, and the squares of what it reads under `lm_head.inputs`.
     The pass is made as for the output curvature (`profiling/curvature`), outside inference mode.
     """
     squares = InputSquares()
     states = [model.embedded()]
     for number in range(model.num_layers):
-        layer, _ = model.layer(number)
+        layer = model.layer(number)
         states.append(model.store())
         for batch in model.batches:
-            states[-1].write(batch.rows, model.run(layer, model.read_batch(states[-2], batch)))
+            states[-1].write(batch.rows, layer.run(model.read_batch(states[-2], batch)))
             advance(batch.token_ids.numel())
     gradients = states.pop()
     _start(model, gradients, squares, seed)
     for number in reversed(range(model.num_layers)):
-        layer, _ = model.layer(number)
+        layer = model.layer(number)
         linears: dict[str, nn.Module] = {
-            name: part for name, part in layer.named_modules() if isinstance(part, nn.Linear)
+            name: part for name, part in layer.module.named_modules() if isinstance(part, nn.Linear)
         }
         for batch in model.batches:
             x, behind = model.read_batch(states[-1], batch), model.read_batch(gradients, batch)
             with torch.enable_grad(), _outputs_of(linears) as outputs:
-                moved = model.run(layer, x.requires_grad_())
+                moved = layer.run(x.requires_grad_())
             before, *found = torch.autograd.grad(moved, [x, *outputs.values()], behind)
             for name, gradient in zip(outputs, found, strict=True):
                 squares.add_rows_(f"model.layers.{number}.{name}", gradient)
@@ -50,7 +50,7 @@ def output_squares(model: ResultModel, seed: int, advance: Advance) -> InputSqua
             advance(batch.token_ids.numel())
         states.pop().close()
     for batch in model.batches:
-        squares.add_rows_(EMBEDDING, gradients.read(batch.rows))
+        squares.add_rows_(EMBEDDING, gradients.read(batch.rows) * model.embedding_scale)
     gradients.close()
     refuse_overflow(*squares.sums.values())
     return squares
@@ -58,7 +58,7 @@ def output_squares(model: ResultModel, seed: int, advance: Advance) -> InputSqua
 
 def _start(model: ResultModel, last: ActivationStore, squares: InputSquares, seed: int) -> None:
     """Replace the last states by the gradients of the loss of drawn tokens; sum what the output head needs."""
-    head, number = _head(model), 0
+    head, number = model.output_head(), 0
     for batch in model.batches:
         states = model.read_batch(last, batch)
         for state in states:
@@ -84,10 +84,3 @@ def _outputs_of(linears: dict[str, nn.Module]) -> Iterator[dict[str, torch.Tenso
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _head(model: ResultModel) -> OutputHead:
-    """Return the output head with its norm, on the compute device in the compute dtype."""
-    name = HEAD if model.has_head else EMBEDDING
-    [weight] = model.source.read([f"{name}.weight"]).values()
-    return OutputHead(model.norm(), uploaded(weight, model.machine.device).to(model.machine.dtype))

@@ -18,9 +18,8 @@ from oneshot.compression.overflow import naming_the_layer
 from oneshot.compression.rounding import feedback_factor
 from oneshot.compression.statistics import GramAccumulator, Statistics
 from oneshot.export.quantisers import block_of, quantise, read_rows
-from oneshot.export.result_model import EMBEDDING, HEAD, ResultModel
+from oneshot.export.result_model import EMBEDDING, HEAD, ResultLayer, ResultModel
 from oneshot.machine.transfer import as_like
-from oneshot.tensors import Tensors
 
 LAYER = "model.layers."
 PANEL_VALUES = 2**22  # that are rounded at once
@@ -78,15 +77,15 @@ class RoundedTensors:
         """Round a layer, and replace the states by what it then gives."""
         model, number = self._model, self._next
         self._tell(number)
-        layer, tensors = model.layer(number)
-        grams = self._grams(layer, number, tensors)
+        layer = model.layer(number)
+        tensors, grams = layer.tensors, self._grams(layer, number)
         for together in READERS:
             factors: dict[int, BlockFactor | None] = {}
             for name in together:
                 if f"{name}.weight" not in tensors:
                     continue
                 module, weight = f"{LAYER}{number}.{name}", tensors[f"{name}.weight"]
-                kind, linear = self._kinds[module], layer.get_submodule(name)
+                kind, linear = self._kinds[module], layer.module.get_submodule(name)
                 size = block_of(kind)
                 if size not in factors:  # F16 has no blocks
                     factors[size] = block_factor(grams[together[0]], size) if size > 1 else None
@@ -96,20 +95,20 @@ class RoundedTensors:
                 heads = model.source.interleaved_heads(f"{module}.weight")
                 self._rounded[module] = stored if heads is None else interleave(stored, heads)
         for batch in model.batches:
-            self._states.write(batch.rows, model.run(layer, model.read_batch(self._states, batch)))
+            self._states.write(batch.rows, layer.run(model.read_batch(self._states, batch)))
         self._next += 1
 
-    def _grams(self, layer: nn.Module, number: int, tensors: Tensors) -> dict[str, Statistics]:
+    def _grams(self, layer: ResultLayer, number: int) -> dict[str, Statistics]:
         """Return the Grams of what a layer's linears read, by the first of those that read the same."""
-        model, sums = self._model, dict[str, GramAccumulator]()
+        model, sums, tensors = self._model, dict[str, GramAccumulator](), layer.tensors
         handles = []
         for name in (together[0] for together in READERS):
             if f"{name}.weight" in tensors:
                 size = tensors[f"{name}.weight"].shape[1]
                 sums[name] = GramAccumulator(size, output_size=None, device=model.machine.device)
-                handles.append(layer.get_submodule(name).register_forward_pre_hook(_listener(sums[name])))
+                handles.append(layer.module.get_submodule(name).register_forward_pre_hook(_listener(sums[name])))
         for batch in model.batches:
-            model.run(layer, model.read_batch(self._states, batch))
+            layer.run(model.read_batch(self._states, batch))
         for handle in handles:
             handle.remove()
         with naming_the_layer(number, lambda: tensors):

@@ -19,9 +19,9 @@ from oneshot.architecture import StackShape
 from oneshot.config import Config
 from oneshot.errors import PlanError
 from oneshot.export.gguf import expected_tensors, with_all_ffns
-from oneshot.export.gguf_result import RestoredModel
 from oneshot.export.quantisers import bytes_of, rounded, types_of
 from oneshot.export.result_model import EMBEDDING, HEAD, ResultModel
+from oneshot.export.result_of_stock import open_result
 from oneshot.export.result_sensitivity import HEAD_INPUTS, SENSITIVITY_TOKENS, output_squares
 from oneshot.export.rounded_tensors import RoundedTensors
 from oneshot.linalg.allocation import least_damage
@@ -81,9 +81,9 @@ def quantise_result(
     kinds = chosen_types(priced, budget)
     logger.info("The types of the tensors cost %.3f nats a token before error feedback.", damage_of(priced, kinds))
     importance = {one.module: one.importance for one in priced}
-    matrices = RoundedTensors(ResultModel(path, text, machine), kinds, importance, tell)
+    matrices = RoundedTensors(open_result(path, text, machine), kinds, importance, tell)
     write_quantised(path, priced, kinds, names, matrices)
-    RestoredModel(path)  # which compares the tensors with config.json
+    open_result(path, text, machine)  # which compares the tensors with config.json
 
 
 def price_result(
@@ -95,7 +95,7 @@ def price_result(
         inputs: of `result_importance`. text: of which gradients are measured.
     """
     with torch.inference_mode(False), torch.no_grad():  # graphs take no tensors of inference mode
-        model = ResultModel(path, text, machine)
+        model = open_result(path, text, machine)
         outputs = output_squares(model, seed, lambda tokens: None)
     seen = torch.bincount(text.token_ids.flatten(), minlength=model.config["vocab_size"])
     priced = priced_tensors(model, inputs, outputs, seen / text.num_tokens)

@@ -91,7 +91,8 @@ def write_result(job: Job, journal: Journal, layers: Sequence[LayerReport]) -> R
         _write_importance(job, journal)
         run.watch.lap("importance")
     # 4. what the user is told
-    for sentence in (*gram_sentences(job.gram_notes, layers), *notes_on_engines(written)):
+    notes = notes_on_engines(written) if form.opened_by == "transformers" else []
+    for sentence in (*gram_sentences(job.gram_notes, layers), *notes):
         logger.warning("%s", sentence)
     run.tracker.step("writing the report")
     report = _report(job, layers, compressed, weights_hash)

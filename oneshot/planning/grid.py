@@ -249,7 +249,8 @@ class Grid:
             plans = self.layers_differ and method.may_plan_experts and target.num_experts is None
             method = replace(method, expert_counts="sensitivity" if plans else "equal")
         if method.allocation == AUTO:
-            by_profile = method.leaves_out_layers or (self.layers_differ and not method.slices)
+            # a share beside types is found by predicted losses, also where all layers are equal
+            by_profile = method.leaves_out_layers or ((self.layers_differ or target.finds_share) and not method.slices)
             measures = method.leaves_out_layers or method.plans_inner_sizes
             own = "sensitivity" if measures or method.layer_allocation == AUTO else method.layer_allocation
             # where the stream passes all groups, the narrowest would be a bottleneck (benchmarks/records/claims.md)

@@ -47,6 +47,11 @@ class Layer:
         self._module, self._stack, self._arguments, self._memory = module, stack, arguments, memory
         self._token_inputs = token_inputs
 
+    @property
+    def module(self) -> nn.Module:
+        """Return the module of the stock class."""
+        return self._module
+
     def reading(self, memory: Memory | None) -> "Layer":
         """Return the same layer with another memory."""
         if memory is self._memory:

@@ -28,7 +28,19 @@ BY_LAYER_CASES: dict[str, tuple[Sizes, Sizes]] = {
     "qwen2": ({"family": "qwen2"}, {}),
     "sublayers left out": ({}, {"depth": "sublayers", "round_to": 4, "sparsity": 0.3}),
 }
-EQUAL_LAYERS = ("qwen2", "qwen3")  # families whose layers keep equal sizes in a GGUF file
+ALL, WINDOWED = "full_attention", "sliding_attention"
+GEMMA: Sizes = {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 12}
+# families whose layers keep equal sizes in a GGUF file
+EQUAL_LAYERS: dict[str, Sizes] = {
+    "qwen2": {"family": "qwen2"},
+    "qwen3": {"family": "qwen3", "head_dim": 32},
+    "gemma": {"family": "gemma", "head_dim": 32},
+    "gemma2": {"family": "gemma2", **GEMMA},
+    "gemma3": {"family": "gemma3_text", **GEMMA, "layers": 7},
+    "gemma3, other windows": {"family": "gemma3_text", **GEMMA, "layer_types": [ALL, WINDOWED, WINDOWED, ALL]},
+    "gemma3, no windows": {"family": "gemma3_text", **GEMMA, "layer_types": [ALL] * 4},
+    "gemma3, capped": {"family": "gemma3_text", **GEMMA, "final_logit_softcapping": 2.0},
+}
 MIXTURES: dict[str, tuple[Sizes, Sizes]] = {
     "qwen3_moe, neurons": (QWEN3, NEURONS),
     "qwen3_moe, experts": (QWEN3, {"experts": "effects", "num_experts": 6, "ffn": "none"}),
@@ -149,6 +161,6 @@ def opened() -> list[tuple[str, str, list[str]]]:
         ("vLLM", "nemotron-nas", families(by_layer, SERVED)),
         ("vLLM with the plugin", "per-layer", families(PLUGIN_CASES.values(), *resized)),
         ("vLLM's Transformers backend", "per-layer", families(by_layer, SERVED)),
-        ("llama.cpp", "gguf", families(by_layer, SERVED, *EQUAL_LAYERS)),
+        ("llama.cpp", "gguf", families([*by_layer, *((each,) for each in EQUAL_LAYERS.values())], SERVED)),
         *((tool, ", ".join(forms), ["llama"]) for tool, (_, forms) in QUANTISERS.items()),
     ]

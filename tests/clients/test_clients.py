@@ -100,16 +100,15 @@ def test_removed_heads_by_layer(
     expected.agrees_with_vllm(answers)
 
 
-@pytest.mark.parametrize("family", EQUAL_LAYERS)
+@pytest.mark.parametrize("options", EQUAL_LAYERS.values(), ids=EQUAL_LAYERS)
 def test_equal_layers_of_other_families_in_llama_cpp(
-    family: str,
+    options: dict[str, Any],
     make_checkpoint: MakeCheckpoint,
     make_config: MakeConfig,
     tmp_path: Path,
     ask_llama: Callable[..., list[Answer]],
 ) -> None:
-    extra = {"head_dim": 32} if family == "qwen3" else {}
-    folder = make_checkpoint(family=family, tied=True, **SIZES, **extra)
+    folder = make_checkpoint(tied=True, **SIZES | options)
     for form in ("stock", "gguf"):
         compress(make_config(folder, form=form, allocation="uniform", embedding="none", output=str(tmp_path / form)))
     expected = Expected(tmp_path / "stock", folder)

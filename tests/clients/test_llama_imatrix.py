@@ -23,7 +23,9 @@ CASES = {
     "llama, sublayers left out": {"depth": "sublayers", "round_to": 4, "sparsity": 0.3},
     "qwen2, tied": {"family": "qwen2", "tied": True},
     "qwen3, equal layers": {"family": "qwen3", "head_dim": 32, "allocation": "uniform"},
+    "gemma3": {"family": "gemma3_text", "head_dim": 32, "query_pre_attn_scalar": 32, "tied": True},
 }
+OF_MODEL = ("family", "tied", "head_dim", "query_pre_attn_scalar")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -31,7 +33,7 @@ def test_importance_is_llama_imatrixs(
     name: str, save_model: Callable[..., Path], make_config: MakeConfig, tmp_path: Path
 ) -> None:
     options = dict(CASES[name])
-    built = {key: options.pop(key) for key in ("family", "tied", "head_dim") if key in options}
+    built = {key: options.pop(key) for key in OF_MODEL if key in options}
     model = build_model(**SIZES, **built)
     if "depth" in options:
         silence(model, attention=[1], ffn=[0, 3])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from factories import MakeCheckpoint, MakeConfig
+from families.cases import CASES
 
 from oneshot import job
 from oneshot.config import Config
@@ -125,6 +126,24 @@ def test_the_choice_is_the_best_of_all_shares(
         whole = replace(config, target=replace(config.target, sparsity=0.0), output=f"{config.output}-whole")
         compress(whole)
         assert (Path(whole.output) / WEIGHTS).read_bytes() == (Path(config.output) / WEIGHTS).read_bytes()
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen3"])
+def test_equal_layers_have_the_choice(
+    family: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    """All layers lose equally much where llama.cpp has no layers of different sizes for a family."""
+    options = CASES[family].options | {"hidden": 64, "width": 256, "head_dim": 32, "layers": 2, "layer_types": None}
+    if family == "gemma3_text":
+        options["query_pre_attn_scalar"] = 32
+    folder = make_checkpoint(**options)
+    config = make_config(folder, form="gguf", sparsity=0.0, bits=4.6, output=str(tmp_path / "whole"))
+    whole = compress(config)
+    asked = make_config(folder, gguf_bytes=round(0.9 * size_of(config)), output=str(tmp_path / "small"), **FREE)
+    report = compress(asked)
+    assert size_of(asked) <= 0.9 * size_of(config)
+    assert report.stored_parameters["compressed"] < whole.stored_parameters["compressed"]
+    assert len({layer["intermediate_size"] for layer in report.plan["layers"]}) == 1
 
 
 def test_an_interrupted_run_keeps_its_choice(

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from factories import MakeCheckpoint, MakeConfig, calibration_tokens
+from families.cases import CASES
 
 from oneshot.config import Config
 from oneshot.errors import ConfigError, PlanError
@@ -22,6 +23,8 @@ pytest.importorskip("libgguf", reason="the extra `quantise`")
 import gguf
 
 OPTIONS: dict[str, Any] = {"form": "gguf", "sparsity": 0.0, "embedding": "none"}
+# with a factor behind its embedding, and norms inside the branches
+GEMMA3 = {**CASES["gemma3_text"].options, "head_dim": 32, "query_pre_attn_scalar": 32}
 
 
 def log_probabilities(folder: str, scratch: Path, token_ids: torch.Tensor) -> torch.Tensor:
@@ -30,12 +33,12 @@ def log_probabilities(folder: str, scratch: Path, token_ids: torch.Tensor) -> to
         return model(token_ids).logits.double().log_softmax(-1)
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("options", [{"tied": False}, {"tied": True}, GEMMA3], ids=("untied", "tied", "gemma3"))
 def test_the_damage_is_the_divergence_of_the_file(
-    tied: bool, make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path, caplog: Any
+    options: dict[str, Any], make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path, caplog: Any
 ) -> None:
     """Half the weighed squares of errors are the divergence from the whole model, which is measured here."""
-    folder = make_checkpoint(tied=tied, hidden=64, width=96)
+    folder = make_checkpoint(hidden=64, width=96, **options)
     whole = make_config(folder, output=str(tmp_path / "whole"), **OPTIONS)
     config = make_config(folder, output=str(tmp_path / "small"), bits=5.2, **OPTIONS)
     compress(whole)

@@ -1,0 +1,71 @@
+"""From a config.json to the metadata of the GGUF file of its model: the inverse of `gguf_config`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from oneshot.checkpoint.gguf_architectures import ARCHITECTURES
+from oneshot.checkpoint.gguf_config import HEAD_SIZES, TOKENS, config_of, size_names
+from oneshot.checkpoint.gguf_file import GgufTensor
+from oneshot.checkpoint.gguf_rotary import reason_against_rotary, rotary_metadata
+from oneshot.checkpoint.stock import complete_config, entries_of_all_classes
+from oneshot.families import FAMILIES
+
+# entries of a config.json that change nothing that a model computes
+SILENT = ("architectures", "dtype", "initializer_range", "use_cache", "attention_dropout", *TOKENS.values())
+
+
+def own_architecture(model_type: str) -> str | None:
+    """Return the architecture that a family's models are written in as the stock class has them; None for others."""
+    found = (name for name, one in ARCHITECTURES.items() if one.model_type == model_type and one.written is not None)
+    return next(found, None)
+
+
+def stated_keys(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a file states below its architecture of the model of a complete config."""
+    architecture = ARCHITECTURES[name]
+    assert architecture.written is not None
+    head_dim = config[FAMILIES[architecture.model_type].sizes.head_dim or "head_dim"]
+    rotary = rotary_metadata(architecture.rotary(config))
+    return (
+        {key: config[own] for key, own in size_names(architecture).items()}
+        | dict.fromkeys(HEAD_SIZES, head_dim)
+        | {f"rope.{key}": value for key, value in rotary.items()}
+        | architecture.written(config)
+    )
+
+
+def reason_against_stating(name: str, config: Mapping[str, Any]) -> str | None:
+    """Return which entry of a config.json no file of an architecture states, as its reader finds it; None if all are.
+
+    What is stated is read again as any file is, so both tables are compared.
+    """
+    wanted, architecture = complete_config(dict(config)), ARCHITECTURES[name]
+    if (reason := reason_against_rotary(architecture.rotary(wanted))) is not None:
+        return f"rope_parameters: {reason}"
+    metadata = {f"{name}.{key}": value for key, value in stated_keys(name, wanted).items()}
+    tensors = {"token_embd.weight": GgufTensor((wanted["vocab_size"], wanted["hidden_size"]), "F32", 0, 0)}
+    if not wanted["tie_word_embeddings"]:
+        tensors["output.weight"] = tensors["token_embd.weight"]
+    read = complete_config(config_of(_Stated({"general.architecture": name} | metadata, tensors)))
+    silent = {*SILENT, *entries_of_all_classes()}
+    if "sliding_attention" not in wanted.get("layer_types", ()):
+        silent.add("sliding_window")
+    for entry in sorted((wanted.keys() & read.keys()) - silent):
+        if read[entry] != wanted[entry]:
+            return f"{entry}: {wanted[entry]}"
+    return None
+
+
+@dataclass(frozen=True)
+class _Stated:
+    """The metadata of a file that is not written yet."""
+
+    metadata: dict[str, Any]
+    tensors: dict[str, GgufTensor]
+
+    def read(self, name: str) -> np.ndarray:
+        """Return a table of factors, of which there is none."""
+        raise KeyError(name)
