@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, get_args
 
 from oneshot.architecture.axes import shapes_of
@@ -122,6 +123,11 @@ class LayerShape:
 
     def parameters(self) -> int:
         """Return the stored parameters, norms included."""
+        return self._parameters
+
+    @cached_property
+    def _parameters(self) -> int:
+        """Return the same: a planner asks layers that many plans share."""
         attends, has_ffn = self.num_attention_heads > 0 and not self.carried, self.intermediate_size > 0
         widths = self.hidden_size * (1 + self.cross_attention) * attends + self.middle_size * has_ffn
         widths = self.hidden_size if self.shared_norm else widths

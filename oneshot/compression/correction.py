@@ -11,7 +11,7 @@ from oneshot.linalg.interpolative import interpolate
 from oneshot.linalg.psd import RidgeFactor
 from oneshot.method import Correction
 
-ENERGY_PANEL = 1024
+ENERGY_PANEL = 512
 DAMPINGS = (1e-3, 1e-2, 3e-2, 1e-1, 3e-1)
 SHRINKAGES = (0.0, 0.15, 0.3, 0.5, 0.7, 0.85, 1.0)
 ABOUT_EQUAL = 1.01  # times an error
@@ -155,13 +155,17 @@ def best_shrinkage(
     rest, rows = columns_without(kept_columns, dense.shape[1]), kept_columns.unsqueeze(1)
     kept, uncorrected = fitted.gram[rows, kept_columns], dense[:, kept_columns]
     removed = fitted.gram[rows, rest].double() @ dense[:, rest].T
-    errors = dict[float, float]()
+    errors, energy = dict[float, float](), _energy(held_out.gram, dense.mT)
+
+    def error_of(corrected: torch.Tensor) -> float:
+        return relative(_energy(held_out.gram, _missed(dense, corrected, kept_columns).mT), energy)
+
     for share in SHRINKAGES:
         step = RidgeFactor(towards_diagonal(kept, share), damping, "kept columns").solve((1 - share) * removed)
-        errors[share] = predicted_error(dense, uncorrected + step.T, kept_columns, held_out)
+        errors[share] = error_of(uncorrected + step.T)
         if errors[share] > ABOUT_EQUAL * min(errors.values()):  # and larger shares are worse still
             break
-    errors[SHRINKAGES[-1]] = predicted_error(dense, uncorrected, kept_columns, held_out)
+    errors[SHRINKAGES[-1]] = error_of(uncorrected)
     allowed = min(ABOUT_EQUAL * min(errors.values()), errors[SHRINKAGES[0]], errors[SHRINKAGES[-1]])
     return max(share for share, error in errors.items() if error <= allowed)
 
@@ -228,9 +232,7 @@ def energies_of(
         weight: `(…, d, n)` float64. corrected: `(…, d, k)`. kept_columns: `(…, k)`.
         gram, residual, residual_energy: `(…, n, n)`, `(…, n, d)` and `(…)`, as in `Statistics`.
     """
-    columns = kept_columns.unsqueeze(-2).expand(corrected.shape)
-    missed = weight.clone()
-    missed.scatter_(-1, columns, missed.gather(-1, columns).sub_(corrected))
+    missed = _missed(weight, corrected, kept_columns)
     error, energy = _energy(gram, missed.mT), _energy(gram, weight.mT)
     if residual is not None:
         residual = residual.double()
@@ -239,12 +241,22 @@ def energies_of(
     return error, energy
 
 
+def _missed(weight: torch.Tensor, corrected: torch.Tensor, kept_columns: torch.Tensor) -> torch.Tensor:
+    """Return `W` less the corrected columns in their places, `(…, d, n)`; arguments as in `energies_of`."""
+    columns = kept_columns.unsqueeze(-2).expand(corrected.shape)
+    missed = weight.clone()
+    return missed.scatter_(-1, columns, missed.gather(-1, columns).sub_(corrected))
+
+
 def _energy(gram: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """Return `tr(Cᵀ G C) = ‖A C‖²` of `C (…, n, d)`, by panels of the Gram's rows.
+    """Return `tr(Cᵀ G C) = ‖A C‖²` of `C (…, n, d)`, by panels of the rows of the symmetric `G`, from the diagonal on.
 
     It is only reported, or compared with what is far above rounding. So products are float32; sums are not.
     """
-    columns = columns.to(gram.dtype)
-    panels = zip(gram.split(ENERGY_PANEL, -2), columns.split(ENERGY_PANEL, -2), strict=True)
-    energies = [(part * (panel @ columns)).sum((-2, -1), dtype=torch.float64) for panel, part in panels]
+    columns, energies = columns.to(gram.dtype), []
+    for start in range(0, gram.shape[-1], ENERGY_PANEL):
+        part, behind = columns[..., start : start + ENERGY_PANEL, :], columns[..., start + ENERGY_PANEL :, :]
+        own, beside = gram[..., start : start + ENERGY_PANEL, start:].split([part.shape[-2], behind.shape[-2]], -1)
+        product = own @ part if not behind.shape[-2] else (own @ part).add_(beside @ behind, alpha=2)
+        energies.append((part * product).sum((-2, -1), dtype=torch.float64))
     return torch.stack(energies).sum(0)

@@ -74,6 +74,8 @@ def _least_price(damages: Sequence[np.ndarray], costs: Sequence[np.ndarray], bud
         low, high = high, 2 * high
     for _ in range(HALVINGS):
         middle = (low + high) / 2
+        if not low < middle < high:  # no number is between them
+            break
         low, high = (low, middle) if fits(middle) else (middle, high)
     return high
 
@@ -86,7 +88,7 @@ def _spend(
     while True:
         room, best = max(0.0, budget - _total(costs, chosen)), (0.0, 0, 0)
         for item, (damage, cost, option) in enumerate(zip(damages, costs, chosen, strict=True)):
-            other = int(np.argmin(np.where(cost - cost[option] <= room, damage, np.inf)))
+            other = int(np.where(cost - cost[option] <= room, damage, np.inf).argmin())
             best = max(best, (float(damage[option] - damage[other]), item, other))
         gain, item, other = best
         if gain <= 0:
@@ -99,7 +101,7 @@ def _priced(damages: Sequence[np.ndarray], costs: Sequence[np.ndarray], price: f
 
 
 def _least(values: Sequence[np.ndarray]) -> list[int]:
-    return [int(np.argmin(of_item)) for of_item in values]
+    return [int(of_item.argmin()) for of_item in values]
 
 
 def _total(values: Sequence[np.ndarray], chosen: Sequence[int]) -> float:
