@@ -1,7 +1,8 @@
 """Rounding with error feedback: what rounding a column breaks is given to the columns that are rounded after it."""
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -15,6 +16,8 @@ from oneshot.tensors import Tensors
 
 DAMPING = 1e-2  # of the mean diagonal, as in GPTQ
 TOKENS_PER_COLUMN = 4  # from which on products of inputs say more than their squares alone
+FITS = 3  # of the columns of a low rank to what makes the other inputs of them, and the other way round
+FIT_DAMPING = 1e-4  # of the columns' own Gram, in these fits
 BLOCK = 128  # columns between products of whole matrices
 PANEL_ROWS = 4096  # that are rounded together, because that takes several times their bytes
 
@@ -67,9 +70,7 @@ def feedback_factor(gram: torch.Tensor, num_tokens: float, order: torch.Tensor) 
     """
     if not bool(gram.diagonal().any()):
         return None
-    trusted = num_tokens / (num_tokens + TOKENS_PER_COLUMN * len(gram))
-    shrunk = torch.diag(gram.diagonal()).lerp_(gram, trusted)
-    found = ridged_cholesky(shrunk, DAMPING, of="inputs of a rounded linear", order=order.flip(0))
+    found = ridged_cholesky(_trusted(gram, num_tokens), DAMPING, of="inputs of a rounded linear", order=order.flip(0))
     assert found is not None  # there is a ridge
     return found[0].flip(0, 1)
 
@@ -87,6 +88,23 @@ def _rounded_rows(
     if feedback is None:
         return quantisation.nearest(weight, steps), scales, weight.new_zeros(len(weight), 2)
     targets, stored, errors = weight[:, order], torch.empty_like(weight), torch.zeros_like(weight)
+    _round_in_order_(stored, errors, targets, steps, order, feedback, quantisation)
+    nearest = quantisation.nearest(weight, steps)
+    lost, lost_by_nearest, whole = (_energies(rows, gram) for rows in (weight - stored, weight - nearest, weight))
+    stored = torch.where((lost <= lost_by_nearest).unsqueeze(1), stored, nearest)
+    return stored, scales, torch.stack((torch.minimum(lost, lost_by_nearest), whole), dim=1)
+
+
+def _round_in_order_(
+    stored: torch.Tensor,
+    errors: torch.Tensor,
+    targets: torch.Tensor,
+    steps: torch.Tensor,
+    order: torch.Tensor,
+    feedback: torch.Tensor,
+    quantisation: Quantisation,
+) -> None:
+    """Fill what is stored of the `targets` (columns in the order), and what it lacks of each (in the order also)."""
     for start in range(0, len(order), BLOCK):
         block = targets[:, start : start + BLOCK] + errors[:, :start] @ feedback[:start, start : start + BLOCK]
         for column in range(start, start + block.shape[1]):
@@ -94,10 +112,6 @@ def _rounded_rows(
             own = quantisation.nearest(wanted, steps[:, order[column]])
             stored[:, order[column]] = own
             errors[:, column] = targets[:, column] - own
-    nearest = quantisation.nearest(weight, steps)
-    lost, lost_by_nearest, whole = (_energies(rows, gram) for rows in (weight - stored, weight - nearest, weight))
-    stored = torch.where((lost <= lost_by_nearest).unsqueeze(1), stored, nearest)
-    return stored, scales, torch.stack((torch.minimum(lost, lost_by_nearest), whole), dim=1)
 
 
 def _energies(weight: torch.Tensor, gram: torch.Tensor) -> torch.Tensor:
@@ -184,8 +198,9 @@ def round_linears(
     if whole:
         weights = [tensors[f"{name}.weight"].to(gram.device) for name in whole]
         sizes = [*map(len, weights)]
-        stored = _round_together(found, whole, torch.cat(weights), sizes, gram, num_tokens, quantisation)
-        for name, part in zip(whole, stored.split(sizes), strict=True):
+        together = rounded(torch.cat(weights), gram, num_tokens, quantisation)
+        _note(found, whole, sizes, together)
+        for name, part in zip(whole, together.weight.split(sizes), strict=True):
             found.weights[f"{name}.weight"] = as_like(part, tensors[f"{name}.weight"])
     return found
 
@@ -199,28 +214,79 @@ def _round_columns(
     num_tokens: float,
     quantisation: Quantisation,
 ) -> RoundedColumns:
-    """Round the columns that are stored of a matrix of low rank, which reads the others through them."""
+    """Round the columns that are stored of a matrix of low rank, which reads the others through them.
+
+    What makes the others is not rounded. So it is fitted to the rounded columns, columns are fitted to it and rounded
+    anew, and so on; the pair with the least error stays.
+    """
     columns, others, order = factored.columns()
-    rank = columns.shape[1]
-    inputs = torch.cat((torch.eye(rank).to(others), others.T), dim=1)[:, order.argsort()]
-    of_columns = (inputs @ gram.to(inputs) @ inputs.T).to(gram)
-    stored = _round_together(found, names, columns, sizes, of_columns, num_tokens, quantisation)
-    return RoundedColumns(stored.to(columns), inputs, order)
+    goal = columns
+    start = made = torch.cat((torch.eye(columns.shape[1]).to(others), others.T), dim=1)
+    ordered = gram[order][:, order].to(made)
+    known, least = _trusted(ordered, num_tokens), math.inf
+    best: tuple[torch.Tensor, RoundedWeight] | None = None
+    for step in range(FITS):
+        if step:
+            columns = columns + _better_columns(columns, made, goal, start, known)
+        of_columns = rounded(columns, made @ ordered @ made.T, num_tokens, quantisation)
+        columns = of_columns.weight
+        for fitted in (made, _better_inputs(columns, made, goal, start, known)):
+            made = fitted
+            lost = float(_differences(columns, made, goal, start, known).sum())
+            if lost < least or best is None:
+                best, least = (made, of_columns), lost
+    assert best is not None
+    made, of_columns = best
+    energies = _differences(of_columns.weight, made, goal, start, ordered), _energies(goal, start @ ordered @ start.T)
+    _note(found, names, sizes, replace(of_columns, energies=torch.stack(energies, dim=1)))
+    return RoundedColumns(of_columns.weight, made[:, order.argsort()], order)
 
 
-def _round_together(
-    found: Rounded,
-    names: Sequence[str],
-    weight: torch.Tensor,
-    sizes: Sequence[int],
-    gram: torch.Tensor,
-    num_tokens: float,
-    quantisation: Quantisation,
+def _differences(
+    columns: torch.Tensor, made: torch.Tensor, goal: torch.Tensor, start: torch.Tensor, gram: torch.Tensor
 ) -> torch.Tensor:
-    """Round the rows `(m, n)` of linears that read the same, and note scales and errors."""
-    together = rounded(weight, gram, num_tokens, quantisation)
+    """Return the energies of the rows of `C₀ M₀ − C M (m, n)`, where inputs have this Gram."""
+    inputs = torch.cat((start, made))
+    return _energies(torch.cat((goal, -columns), dim=1), inputs @ gram @ inputs.T)
+
+
+def _better_columns(
+    columns: torch.Tensor, made: torch.Tensor, goal: torch.Tensor, start: torch.Tensor, gram: torch.Tensor
+) -> torch.Tensor:
+    """Return what to add to columns `C`, so that `C M` is near to `C₀ M₀` where inputs have this Gram."""
+    seen = gram @ made.T
+    slope = goal @ (start @ seen) - columns @ (made @ seen)
+    return _divided(slope, made @ seen, FIT_DAMPING)
+
+
+def _better_inputs(
+    columns: torch.Tensor, made: torch.Tensor, goal: torch.Tensor, start: torch.Tensor, gram: torch.Tensor
+) -> torch.Tensor:
+    """Return `M`, whose first columns are the unit matrix, changed so that `C M` is near to `C₀ M₀`."""
+    rank, square = len(made), columns.T @ columns
+    slope = ((columns.T @ goal) @ (start @ gram) - square @ (made @ gram))[:, rank:]
+    change = _divided(_divided(slope, gram[rank:, rank:], DAMPING).T, square, FIT_DAMPING).T
+    return torch.cat((made[:, :rank], made[:, rank:] + change), dim=1)
+
+
+def _divided(rows: torch.Tensor, gram: torch.Tensor, damping: float) -> torch.Tensor:
+    """Return `rows (m, n)` times the inverse of a ridged Gram; zeros if no token, or no weight, is in the Gram."""
+    if not bool(gram.diagonal().any()):
+        return torch.zeros_like(rows)
+    found = ridged_cholesky(gram, damping, of="a rounded linear of low rank")
+    assert found is not None  # there is a ridge
+    return torch.cholesky_solve(rows.T.to(found[0]), found[0]).T.to(rows)
+
+
+def _trusted(gram: torch.Tensor, num_tokens: float) -> torch.Tensor:
+    """Return `G (n, n)` with as much of the products of different columns as so many tokens know."""
+    trusted = num_tokens / (num_tokens + TOKENS_PER_COLUMN * len(gram))
+    return torch.diag(gram.diagonal()).lerp_(gram, trusted)
+
+
+def _note(found: Rounded, names: Sequence[str], sizes: Sequence[int], together: RoundedWeight) -> None:
+    """Note scales and errors of linears that read the same, whose rows were rounded together."""
     scales, energies = (one.split(list(sizes)) for one in (together.scales, together.energies))
     for name, own_scales, own_energies in zip(names, scales, energies, strict=True):
         found.scales[f"{name}.weight"] = own_scales
         found.errors[name] = relative(*own_energies.sum(0))
-    return together.weight

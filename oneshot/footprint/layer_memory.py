@@ -92,7 +92,10 @@ class _Layer:
         factor = computed(4 * DOUBLE * inputs**2)
         panel = computed(7 * DOUBLE * min(PANEL_ROWS, rows) * inputs)
         found = computed((2 * self.work.dtype.itemsize + DOUBLE) * rows * inputs)
-        return Stage("the rounding of linears", (*self.held, factor, panel, found))
+        fits = Term(0)
+        if self.work.method.plans_ranks:  # rounded columns and what makes the other inputs, fitted to each other
+            fits = computed(DOUBLE * self.hidden * (9 * self.hidden + 7 * max(self.width, 2 * self.heads)))
+        return Stage("the rounding of linears", (*self.held, factor, panel, found, fits))
 
     def _heads(self) -> list[Stage]:
         work, heads = self.work, self.heads

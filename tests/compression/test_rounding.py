@@ -1,5 +1,6 @@
 """Rounding with error feedback, beside GPTQ's own update in float64, and beside rounding to the nearest."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -7,7 +8,8 @@ import torch
 
 pytest.importorskip("compressed_tensors", reason="the extra `compressed`")
 from oneshot.checkpoint.quantisation import PRESETS, Quantisation
-from oneshot.compression.rounding import DAMPING, TOKENS_PER_COLUMN, rounded
+from oneshot.compression.ranks import Factored
+from oneshot.compression.rounding import DAMPING, TOKENS_PER_COLUMN, Rounded, round_linears, rounded
 
 TOKENS = 200
 GROUPS = {"w4a16": 16, "nvfp4": 16, "mxfp4": 32}
@@ -88,6 +90,38 @@ def test_stored_numbers_are_read_as_the_rounded_weight(
     compressor = BaseCompressor.get_value_from_registry(scheme.scheme.format.value)
     exact = stored | ({"weight_scale": stored["weight_scale"].float()} if scheme.name not in ("nvfp4", "mxfp4") else {})
     assert torch.equal(compressor.decompress(exact, scheme.scheme)["weight"].to(dtype), found.weight)
+
+
+def low_rank() -> tuple[torch.Tensor, Factored]:
+    """A matrix `(80, 32)` of rank 16, and its factors."""
+    factored = Factored(torch.randn(80, 16, dtype=torch.float64), torch.randn(16, 32, dtype=torch.float64))
+    return factored.whole(), factored
+
+
+@pytest.mark.parametrize("scheme", SCHEMES[:1] + SCHEMES[3:4], ids=lambda scheme: scheme.name)
+def test_what_a_low_rank_reads_through_is_fitted_to_its_rounded_columns(
+    scheme: Quantisation, inputs: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, factored = low_rank()
+    mixer: Any = SimpleNamespace(ranked={"gate": ("gate",)})
+    weights = {"gate.weight": whole}
+
+    def lost() -> tuple[float, Rounded]:
+        found = round_linears(mixer, ["gate"], weights, {"gate": factored}, inputs.T @ inputs, TOKENS, scheme)
+        errors = inputs @ (whole - found.ranks["gate"].whole()).T
+        return float(errors.square().sum() / (inputs @ whole.T).square().sum()) ** 0.5, found
+
+    fitted, found = lost()
+    assert found.errors["gate"] == pytest.approx(fitted, rel=1e-9)
+    columns, others, order = found.ranks["gate"].columns()
+    read = torch.cat((torch.eye(16, dtype=torch.float64), others.T), dim=1)[:, order.argsort()]
+    torch.testing.assert_close(columns @ read, found.ranks["gate"].whole())
+    of_scheme = scheme.for_scales([found.scales["gate.weight"]])
+    of_scheme.packed("gate", columns.bfloat16(), found.scales["gate.weight"])  # which says if they cannot be stored
+    dead = round_linears(mixer, ["gate"], weights, {"gate": factored}, torch.zeros(32, 32), TOKENS, scheme)
+    assert bool(dead.ranks["gate"].whole().isfinite().all())  # no token has reached it
+    monkeypatch.setattr("oneshot.compression.rounding._better_inputs", lambda columns, made, *_: made)
+    assert fitted < 0.9 * lost()[0]
 
 
 def test_scales_weigh_errors_by_the_inputs() -> None:
