@@ -135,6 +135,8 @@ MIXTURES_BY_LAYER: dict[str, tuple[Sizes, Sizes]] = {
     "qwen3_moe, fewer experts": (QWEN3, {"experts": "effects", "num_experts": 6, "sparsity": 0.3}),
     **OWN_NUMBERS,
 }
+# families whose layers for further tokens draft
+FURTHER: dict[str, Sizes] = {"glm4_moe": GLM4}
 SERVED = "llama"  # SmolLM2
 # methods of a tool, and the forms of a Llama that it takes
 QUANTISERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
