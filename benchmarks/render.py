@@ -39,8 +39,6 @@ from tables.prose import (
     little_text,
     more_kinds,
     num_families,
-    own_types,
-    own_types_lost,
     seconds_of_7b,
     seconds_of_coder,
     speed_by_parameters,
@@ -53,6 +51,7 @@ from tables.runs import memory_table, overhead_table
 from tables.serve_speed import serve_speed_table
 from tables.speed import every_speed_table
 from tables.tasks import written_table
+from tables.tensor_types import own_types, own_types_lost, own_types_table, size_and_types_table
 
 DOCUMENTS = (
     ROOT / "README.md",
@@ -81,6 +80,8 @@ TABLES = {
     "paired_parts": (paired_parts_table, "quality"),
     "overhead": (overhead_table, "overhead"),
     "memory": (memory_table, "memory"),
+    "own_types": (own_types_table, "tensor_types"),
+    "size_and_types": (size_and_types_table, "size_and_types"),
     "pareto": (pareto_table, "pareto"),
     "pareto_frontier": (pareto_frontier_table, "pareto"),
     "serve_speed": (serve_speed_table, "serve_speed"),

@@ -96,7 +96,7 @@ def main() -> None:
     priced = priced_tensors(model, inputs, outputs, seen)
     importance = {one.module: one.importance for one in priced}
     names = {one.module: model.source.name_of(f"{one.module}.weight") for one in priced}
-    files: dict[str, tuple[Path, float | None]] = {"F16": (source, None)}
+    files: dict[str, tuple[Path, float | None]] = {}
     for kind in arguments.types:
         theirs, ours = folder / f"{kind}.gguf", folder / f"{kind}-own-types.gguf"
         if not theirs.exists():

@@ -79,25 +79,6 @@ def more_kinds() -> str:
     )
 
 
-def own_types() -> str:
-    """Return the divergence of types per tensor ÷ the divergence of llama-quantize's files, at equal bytes."""
-    return _shares_of_files("divergence")
-
-
-def own_types_lost() -> str:
-    """Return the same of the log-loss, whose error is larger: its mean over texts is a small difference."""
-    return _shares_of_files("lost_nats")
-
-
-def _shares_of_files(measure: str) -> str:
-    """Return what files with types of their own have of a measure, as a share of llama-quantize's, over all texts."""
-    means: dict[str, list[float]] = {}
-    for row in latest([row for row in read_rows("tensor_types") if measure in row], "types", "text"):
-        means.setdefault(row["types"], []).append(row[measure])
-    kinds = [kind for kind in means if f"own types at {kind}" in means]
-    return ", ".join(f"{sum(means[f'own types at {kind}']) / sum(means[kind]):.2f} at {kind}" for kind in kinds)
-
-
 def faster_7b() -> str:
     """Return how much faster a smaller 7B in the per-layer form is in CUDA graphs, as it is opened and expanded."""
     rows = [row for row in rows_of("speed") if row.get("model") == "7B" and row["how"] == "CUDA graph"]

@@ -20,7 +20,7 @@ from oneshot.machine import Machine
 from oneshot.pipeline import compress, predict
 from oneshot.planning import beside_rounding, dense_plan, make_plan, with_share
 from oneshot.planning.damages import predicted_damage
-from oneshot.planning.predicted import LEAST_SHARE, LOST_FOR_PREDICTED, MOST
+from oneshot.planning.predicted import LEAST_SHARE, LOST_BESIDE_ROUNDING, MOST
 from oneshot.run import open_run
 from oneshot.settings import read_recipe, recipe_text
 
@@ -117,7 +117,7 @@ def test_the_choice_is_the_best_of_all_shares(
             plan = make_plan(grid, method, with_share(target, steps * LEAST_SHARE), damages)
         except PlanError:
             break
-        totals.append(LOST_FOR_PREDICTED * predicted_damage(plan, sensitivity) + rounding(plan))
+        totals.append(LOST_BESIDE_ROUNDING * predicted_damage(plan, sensitivity) + rounding(plan))
     chosen = found.removal + found.rounding
     assert chosen <= min(totals[0], 1.1 * min(totals))
     assert (report.stored_parameters["compressed"] < report.stored_parameters["dense"]) == removes

@@ -1,0 +1,102 @@
+"""Types per tensor beside llama-quantize's, and beside removed parameters, at equal bytes."""
+
+import math
+from collections.abc import Sequence
+
+from harness import Row, latest, read_rows
+
+from tables.cells import markdown, origin, token_span
+
+OWN = "own types at "
+SMOL, CODER = "SmolLM2-135M", "Qwen2.5-Coder-0.5B"
+
+
+def own_types() -> str:
+    """Return the divergence of types per tensor ÷ the divergence of llama-quantize's files, of two models."""
+    return f"{_shares(SMOL, 'divergence')}, and Qwen2.5-Coder-0.5B {_shares(CODER, 'divergence')}"
+
+
+def own_types_lost() -> str:
+    """Return the same of the log-loss, whose error is larger: its mean over texts is a small difference."""
+    return f"{_shares(SMOL, 'lost_nats')}, and Qwen2.5-Coder-0.5B {_shares(CODER, 'lost_nats')}"
+
+
+def own_types_table() -> str:
+    """Return bytes, divergence and log-loss of both files, model by model."""
+    lines, newest = [], _newest()
+    for model, kind in dict.fromkeys((row["model"], row["types"]) for row in newest):
+        theirs, ours = (_rows(newest, model, name) for name in (kind, f"{OWN}{kind}"))
+        if not ours or len(ours) < len(theirs):  # not measured to the end
+            continue
+        cells = [model, kind, f"{theirs[0]['bytes'] / 1e6:.1f}"]
+        for measure in ("divergence", "lost_nats"):
+            own, other = _mean(ours, measure), _mean(theirs, measure)
+            cells.append(f"{own:.3f} / {other:.3f} = **{own / other:.2f}**")
+        by_text = {row["text"]: row["lost_nats"] for row in theirs}
+        shares = [row["lost_nats"] / by_text[row["text"]] for row in ours if by_text[row["text"]] > 0]
+        lines.append([*cells, f"{max(shares):.2f}"])
+    chunks = token_span({row["chunks"] for row in newest})
+    return markdown(
+        ["model", "file of llama-quantize", "MB", "divergence, ours / theirs", "log-loss, ours / theirs", "worst text"],
+        lines,
+        "Nats a token more than F16, mean over the texts, and the log-loss ÷ theirs of the worst of them. Both have an "
+        f"importance matrix of the same {token_span({row['calibration_tokens'] for row in newest})} tokens of "
+        f"{newest[0]['calibration']}; {chunks} chunks of 512 tokens of each of "
+        f"{', '.join(dict.fromkeys(row['text'] for row in newest))} (fewer texts of larger models), by "
+        f"llama-perplexity; {origin(newest)}.",
+    )
+
+
+def size_and_types_table() -> str:
+    """Return the score of one choice of parameters and types beside types alone, size by size."""
+    rows = latest(read_rows("size_and_types"), "model", "size", "asked")
+    by_asked = {(row["model"], row["size"], row["asked"]): row for row in rows}
+    lines = []
+    for model, size in dict.fromkeys((row["model"], row["size"]) for row in rows):
+        free, alone = (by_asked.get((model, size, asked)) for asked in ("free", "0"))
+        if free is None:
+            continue
+        cells = [model, f"{free['file_bytes'] / 1e6:.1f}", f"{free['sparsity']:.1%}", f"{_score(free):.3f}"]
+        lines.append([*cells, "too small" if alone is None else f"{_score(alone):.3f}"])
+    first = rows[0]
+    return markdown(
+        ["model", "MB", "parameters that go", "perplexity", "types alone"],
+        lines,
+        f"Perplexity ÷ the dense model's, geometric mean over {', '.join(first['perplexity'])}. Both from the same "
+        f"profile of {token_span({row['calibration_tokens'] for row in rows})} tokens of {first['calibration']}; "
+        f"{origin(rows)}.",
+    )
+
+
+def _newest() -> list[Row]:
+    """Return the newest rows, of each model those with the settings of its last one."""
+    rows = [row for row in read_rows("tensor_types") if "divergence" in row]
+    settings = {row["model"]: (row["chunks"], row["calibration_tokens"]) for row in rows}
+    rows = [row for row in rows if (row["chunks"], row["calibration_tokens"]) == settings[row["model"]]]
+    return latest(rows, "model", "types", "text")
+
+
+def _rows(rows: Sequence[Row], model: str, types: str) -> list[Row]:
+    return [row for row in rows if (row["model"], row["types"]) == (model, types)]
+
+
+def _mean(rows: Sequence[Row], measure: str) -> float:
+    return sum(float(row[measure]) for row in rows) / len(rows)
+
+
+def _score(row: Row) -> float:
+    ratios = [row["perplexity"][kind] / row["dense_perplexity"][kind] for kind in row["perplexity"]]
+    return math.exp(sum(map(math.log, ratios)) / len(ratios))
+
+
+def _shares(name: str, measure: str) -> str:
+    rows = [row for row in _newest() if row["model"].startswith(name)]
+    kinds = [
+        kind for kind in dict.fromkeys(row["types"] for row in rows) if any(row["types"] == OWN + kind for row in rows)
+    ]
+    [model] = {row["model"] for row in rows}
+    shares = {
+        kind: _mean(_rows(rows, model, OWN + kind), measure) / _mean(_rows(rows, model, kind), measure)
+        for kind in kinds
+    }
+    return ", ".join(f"{share:.2f} at {kind}" for kind, share in shares.items())
