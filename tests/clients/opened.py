@@ -135,8 +135,13 @@ MIXTURES_BY_LAYER: dict[str, tuple[Sizes, Sizes]] = {
     "qwen3_moe, fewer experts": (QWEN3, {"experts": "effects", "num_experts": 6, "sparsity": 0.3}),
     **OWN_NUMBERS,
 }
+LATENT: Sizes = {"kv_lora_rank": 512, "q_lora_rank": None, "v_head_dim": 128, "n_group": 1, "topk_group": 1}
+LATENT |= {"qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "groups": 4, "n_shared_experts": 1}
 # families whose layers for further tokens draft
-FURTHER: dict[str, Sizes] = {"glm4_moe": GLM4}
+FURTHER: dict[str, Sizes] = {
+    "glm4_moe": GLM4,
+    "deepseek_v3": {"family": "deepseek_v3", "n_routed_experts": 8, "first_k_dense_replace": 1, **EXPERTS, **LATENT},
+}
 SERVED = "llama"  # SmolLM2
 # methods of a tool, and the forms of a Llama that it takes
 QUANTISERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
