@@ -29,7 +29,7 @@ FOREIGN = {
     *("--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port"),  # torchrun
     *("--index-url", "--no-deps"),  # pip
     *("--outtype", "--outfile", "--pure", "--imatrix", "--process-output", "--tensor-type-file"),  # llama.cpp
-    *("--enforce-eager", "--speculative-config", "--model-impl", "--trust-remote-code"),  # vLLM
+    *("--enforce-eager", "--speculative-config", "--compilation-config", "--model-impl", "--trust-remote-code"),  # vLLM
     *(
         "--tensor-parallel-size",
         "--lora-modules",
