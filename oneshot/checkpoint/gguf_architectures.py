@@ -28,6 +28,7 @@ class Architecture:
         norm_offset: what the converter adds to the weights of norms.
         pairs: whether the rows of queries and keys that positions turn together lie side by side.
         partly_rotary: whether positions may turn a part of each head.
+        tied: whether llama.cpp has no place for an output head of its own.
     """
 
     model_type: str
@@ -42,6 +43,7 @@ class Architecture:
     norm_offset: float = 0.0
     pairs: bool = False
     partly_rotary: bool = False
+    tied: bool = False
 
 
 def _window(keys: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
@@ -168,6 +170,7 @@ ARCHITECTURES = {
         {"hidden_act": "gelu_pytorch_tanh"},
         written=lambda config: {},
         norm_offset=1.0,
+        tied=True,
     ),
     "gemma2": Architecture(
         "gemma2",
@@ -177,6 +180,7 @@ ARCHITECTURES = {
         further=_gemma2,
         written=_gemma2_keys,
         norm_offset=1.0,
+        tied=True,
     ),
     "gemma3": Architecture(
         "gemma3_text",

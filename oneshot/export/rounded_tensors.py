@@ -17,6 +17,7 @@ from oneshot.checkpoint.gguf_rotary import interleave
 from oneshot.compression.overflow import naming_the_layer
 from oneshot.compression.rounding import feedback_factor
 from oneshot.compression.statistics import GramAccumulator, Statistics
+from oneshot.errors import PlanError
 from oneshot.export.quantisers import block_of, quantise, read_rows
 from oneshot.export.result_model import EMBEDDING, HEAD, ResultLayer, ResultModel
 from oneshot.machine.transfer import as_like
@@ -70,7 +71,7 @@ class RoundedTensors:
         kind, panels = self._kinds[module], []
         for rows in table.split(max(1, PANEL_VALUES // table.shape[1])):
             panels.append(quantise(rows.numpy(), kind, self._importance[module]))
-            rows.copy_(torch.from_numpy(read_rows(panels[-1], kind, table.shape[1])))
+            rows.copy_(_read(module, rows, panels[-1], kind))
         return np.concatenate(panels)
 
     def _round_next(self) -> None:
@@ -90,7 +91,7 @@ class RoundedTensors:
                 if size not in factors:  # F16 has no blocks
                     factors[size] = block_factor(grams[together[0]], size) if size > 1 else None
                 stored = rounded_with_feedback(weight, kind, factors[size])
-                read = torch.from_numpy(read_rows(stored, kind, weight.shape[1]))
+                read = _read(module, weight, stored, kind)
                 linear.weight.data = as_like(read, linear.weight)  # type: ignore[arg-type]
                 heads = model.source.interleaved_heads(f"{module}.weight")
                 self._rounded[module] = stored if heads is None else interleave(stored, heads)
@@ -113,6 +114,22 @@ class RoundedTensors:
             handle.remove()
         with naming_the_layer(number, lambda: tensors):
             return {name: one.finish() for name, one in sums.items()}
+
+
+def _read(module: str, weight: torch.Tensor, stored: np.ndarray, kind: str) -> torch.Tensor:
+    """Return what an engine reads of a rounded weight. Raises `PlanError` if that is not finite."""
+    read = torch.from_numpy(read_rows(stored, kind, weight.shape[1]))
+    if not bool(torch.isfinite(torch.stack(read.aminmax())).all()):
+        raise beyond_float16(module, float(weight.abs().max()))
+    return read
+
+
+def beyond_float16(module: str, largest: float) -> PlanError:
+    """Return the error of a weight that no type has numbers for."""
+    return PlanError(
+        f"The weights of {module} are up to {largest:.1e}, and float16, which the types of GGUF scale by, does not "
+        "hold that; leave --bits and --max-file-size out."
+    )
 
 
 def _listener(sums: GramAccumulator) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:

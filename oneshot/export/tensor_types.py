@@ -23,7 +23,7 @@ from oneshot.export.quantisers import bytes_of, rounded, types_of
 from oneshot.export.result_model import EMBEDDING, HEAD, ResultModel
 from oneshot.export.result_of_stock import open_result
 from oneshot.export.result_sensitivity import HEAD_INPUTS, SENSITIVITY_TOKENS, output_squares
-from oneshot.export.rounded_tensors import RoundedTensors
+from oneshot.export.rounded_tensors import RoundedTensors, beyond_float16
 from oneshot.linalg.allocation import least_damage
 from oneshot.machine import Machine
 from oneshot.machine.durable import UNFINISHED, make_durable
@@ -120,9 +120,14 @@ def priced_tensors(
         [values] = model.source.read([name]).values()
         rows = _sampled(weights)
         sample = values[torch.from_numpy(rows)].float().numpy()
-        damages = [_damage(rounded(sample, kind, importance) - sample, rows, weights) for kind in kinds]
-        sizes = [bytes_of(shape, kind) for kind in kinds]
-        priced.append(Priced(module, shape, importance, kinds, np.array(damages), np.array(sizes, float)))
+        with np.errstate(over="ignore", invalid="ignore"):  # scales of blocks are float16, as values of F16
+            found = {kind: _damage(rounded(sample, kind, importance) - sample, rows, weights) for kind in kinds}
+        damages = {kind: damage for kind, damage in found.items() if math.isfinite(damage)}
+        if not damages:
+            raise beyond_float16(module, float(np.abs(sample).max()))
+        sizes = [bytes_of(shape, kind) for kind in damages]
+        of_kinds = np.array(list(damages.values())), np.array(sizes, float)
+        priced.append(Priced(module, shape, importance, tuple(damages), *of_kinds))
     return priced
 
 
@@ -137,6 +142,15 @@ def refuse_impossible(stack: StackShape, config: Config) -> None:
     allowed = config.target.gguf_bytes if config.bits is None else config.bits / 8 * weights
     if allowed is not None and allowed < least:
         raise too_small(least, weights, allowed)
+
+
+def most_bytes(stack: StackShape) -> int:
+    """Return the bytes of tensors of these sizes whose matrices have the largest types, and vectors float32."""
+    shapes = expected_tensors(with_all_ffns(stack)).values()
+    return sum(
+        max(bytes_of(shape, kind) for kind in types_of(shape[1])) if len(shape) == 2 else 4 * math.prod(shape)
+        for shape in shapes
+    )
 
 
 def too_small(least: float, weights: int, allowed: float) -> PlanError:

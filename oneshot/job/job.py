@@ -181,6 +181,11 @@ class Job:
             quantises=config.quantise is not None,
         )
         if config.quantises:
+            if config.target.keep:
+                raise ConfigError(
+                    "--keep does not go together with --bits or --max-file-size, because every matrix gets a type that "
+                    "rounds it; leave one of them out."
+                )
             refuse_without_quantisers()
             refuse_impossible(run.grid.stack(self._smallest() if config.target.finds_share else self.plan), config)
         names_text = config.quantises or config.text.calibration != TextOptions().calibration

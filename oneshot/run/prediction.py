@@ -6,6 +6,7 @@ from dataclasses import replace
 from oneshot.config import Config
 from oneshot.export import expected_bytes, part_dtype
 from oneshot.export.quantised import quantised_bytes
+from oneshot.export.tensor_types import most_bytes
 from oneshot.footprint import (
     Work,
     check_stages,
@@ -89,7 +90,9 @@ def file_bytes(run: Run, config: Config, parameters: int, plan: Plan, *, is_fina
         for dtype in (part_dtype(config.save_dtype), config.save_dtype)
     )
     if config.quantises:  # a second file, which replaces the first
+        stack = run.grid.stack(plan)
         rounded = round((config.bits or 0) / 8 * parameters) or config.target.gguf_bytes or of_result
+        rounded = min(rounded, round(parameters / stack.stored_parameters() * most_bytes(stack)))
         return min(of_result, rounded), of_parts + of_result
     return of_result, 0 if run.form.is_safetensors else of_parts
 

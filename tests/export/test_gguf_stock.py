@@ -137,10 +137,22 @@ def test_layers_that_are_left_out_take_their_windows_along(
         ("gemma3", {"model_class": "AutoModel"}, "no output head; use --form stock"),
         ("gemma3", {"hidden_activation": "silu"}, "hidden_activation: silu"),
         ("gemma2", {"attn_logit_softcapping": None}, "attn_logit_softcapping: None"),
+        ("gemma", {"tied": False}, "tie_word_embeddings: False"),
+        ("gemma2", {"tied": False}, "tie_word_embeddings: False"),
         ("gemma3", {"rope_parameters": {GLOBAL: LINEAR, LOCAL: LINEAR}}, "rope_parameters"),
         ("gemma3", {"rope_parameters": {GLOBAL: DYNAMIC, LOCAL: PLAIN}}, "the type dynamic"),
     ],
-    ids=("scale", "biases", "headless", "activation", "uncapped", "scaled windows", "dynamic positions"),
+    ids=(
+        "scale",
+        "biases",
+        "headless",
+        "activation",
+        "uncapped",
+        "own head",
+        "own head of gemma2",
+        "scaled windows",
+        "dynamic positions",
+    ),
 )
 def test_what_it_cannot_state_is_refused(
     name: str, options: dict[str, Any], sentence: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig

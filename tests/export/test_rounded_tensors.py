@@ -1,16 +1,18 @@
 """Rounding to ggml's types with error feedback, beside an update by inverses in float64, and in a whole file."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from factories import MakeCheckpoint, MakeConfig, calibration_tokens
+from factories import MakeCheckpoint, MakeConfig, build_model, calibration_tokens
 
 pytest.importorskip("libgguf", reason="the extra `quantise`")
 from oneshot.compression.rounding import DAMPING, TOKENS_PER_COLUMN
 from oneshot.compression.statistics import GramAccumulator, Statistics
+from oneshot.errors import PlanError
 from oneshot.evaluation import load_model
 from oneshot.export import open_folder
 from oneshot.export.gguf_result import RestoredModel
@@ -122,3 +124,17 @@ def test_layers_are_rounded_on_what_the_file_gives(
         expected = torch.from_numpy(read_rows(rounded_with_feedback(weight, kind, factor), kind, weight.shape[1]))
         torch.testing.assert_close(stored, expected, rtol=1e-4, atol=1e-5)
         assert 0.01 < float((stored - weight).norm() / weight.norm()) < 0.2
+
+
+@pytest.mark.parametrize("width", [65, 96], ids=("F16", "blocks"))
+def test_weights_beyond_float16_are_refused(
+    width: int, save_model: Callable[..., Path], make_config: MakeConfig
+) -> None:
+    """They were written as infinite, or no type was found for them."""
+    model = build_model(hidden=64, width=width)
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight.mul_(1e8)
+        model.model.layers[1].mlp.up_proj.weight.div_(1e8)
+    config = make_config(save_model(model), form="gguf", sparsity=0.0, embedding="none", bits=9.0)
+    with pytest.raises(PlanError, match=r"layers\.1\.mlp\.\w+_proj are up to"):
+        compress(config)

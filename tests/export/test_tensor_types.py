@@ -16,7 +16,7 @@ from oneshot.evaluation import load_model
 from oneshot.export import open_folder
 from oneshot.export.quantisers import TYPES, bytes_of, quantise, rounded, types_of
 from oneshot.export.tensor_types import TYPES_NAME
-from oneshot.pipeline import compress
+from oneshot.pipeline import compress, predict
 from oneshot.report.summary import summary
 
 pytest.importorskip("libgguf", reason="the extra `quantise`")
@@ -102,3 +102,23 @@ def test_options_that_say_nothing_are_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=sentence):
             Config.of("model", sparsity=0.1, **options)
+
+
+@pytest.mark.parametrize("asked", [{"bits": 16.0}, {"gguf_bytes": 200_000}], ids=("bits", "bytes"))
+def test_a_dry_run_predicts_no_more_than_the_largest_types(
+    asked: dict[str, Any], make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+) -> None:
+    config = make_config(make_checkpoint(hidden=64, width=96), **OPTIONS, **asked)
+    predicted = predict(config).result_bytes
+    compress(config)
+    reader = gguf.GGUFReader(Path(config.output) / "model.gguf")
+    assert predicted == sum(int(tensor.n_bytes) for tensor in reader.tensors)
+
+
+def test_kept_tensors_and_types_for_all_are_refused_together(
+    make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+) -> None:
+    config = make_config(make_checkpoint(hidden=64, width=96), bits=5.5, keep=("layers.0.*",), **OPTIONS)
+    with pytest.raises(ConfigError, match="--keep does not go together with --bits"):
+        compress(config)
+    assert not Path(config.output).exists()
