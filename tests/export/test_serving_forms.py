@@ -41,7 +41,8 @@ def test_the_lists_of_engines_have_known_engines_families_and_classes() -> None:
         ("llama", "engine=mlx", "stock"),
         ("llama", "engine=llama.cpp,group=32", "gguf"),
         ("gemma2", "engine=vllm", "per-layer"),
-        ("gemma2", "engine=llama.cpp", "gguf"),
+        ("gemma2", "engine=llama.cpp", "stock"),  # with a head of its own, for which llama.cpp has no place
+        ("gemma3_text", "engine=llama.cpp", "gguf"),
         ("phi3", "engine=llama.cpp", "stock"),
         ("falcon", "engine=vllm", "stock"),
     ],
