@@ -61,7 +61,7 @@ def main() -> None:
             judged = score(found, dense)
             row = provenance(model=asked.name, sequence_length=asked.window, max_windows=1, judged_in="bfloat16")
             row |= {"recipe": config.recipe, "form": asked.form, "asked": asked.sparsity, "seed": seed}
-            row |= {"sparsity": report.sparsity["reached"], "settings": settings, "shrinks": True}
+            row |= {"sparsity": report.sparsity["reached"], "settings": settings}
             row |= calibration_record(report.to_dict()) | {"calibration_length": asked.sequence_length}
             row |= {"dtype": str(report.fingerprint["dtype"]).removeprefix("torch."), "windows": text_records(windows)}
             row |= {"ratios": {kind: round(found[kind] / dense[kind], 4) for kind in kinds}}

@@ -18,7 +18,6 @@ from oneshot import Config
 from oneshot.export.result_model import result_importance
 from oneshot.export.result_of_stock import open_result
 from oneshot.export.result_sensitivity import SENSITIVITY_TOKENS, output_squares
-from oneshot.export.rounded_tensors import RoundedTensors
 from oneshot.export.tensor_types import beside_bytes, chosen_types, damage_of, priced_tensors, write_quantised
 from oneshot.machine import Machine
 from oneshot.machine.workers import ALONE
@@ -94,7 +93,6 @@ def main() -> None:
         outputs = output_squares(model, 0, lambda tokens: None)
     seen = torch.bincount(few.token_ids.flatten(), minlength=model.config["vocab_size"]) / few.num_tokens
     priced = priced_tensors(model, inputs, outputs, seen)
-    importance = {one.module: one.importance for one in priced}
     names = {one.module: model.source.name_of(f"{one.module}.weight") for one in priced}
     files: dict[str, tuple[Path, float | None]] = {}
     for kind in arguments.types:
@@ -106,9 +104,8 @@ def main() -> None:
         kinds = chosen_types(priced, budget)
         if not ours.exists():
             ours.symlink_to(source)  # which the result replaces
-            matrices = RoundedTensors(open_result(source, text, machine), kinds, importance, lambda layer: None)
             with torch.no_grad():
-                write_quantised(ours, priced, kinds, names, matrices)
+                write_quantised(ours, priced, kinds, names, open_result(source, text, machine), lambda layer: None)
         files |= {kind: (theirs, None), f"own types at {kind}": (ours, damage_of(priced, kinds))}
     for kind in arguments.kinds:
         words, logits = folder / f"{kind}.txt", folder / "logits.bin"

@@ -46,7 +46,7 @@ def little_text() -> str:
     pairs = dict[int, dict[bool, Row]]()
     for row in read_rows("little_text"):
         if (row["calibration"], row["calibration_tokens"], row["dtype"]) == ("general.jsonl", 4096, "bfloat16"):
-            pairs.setdefault(row["seed"], {})[row["shrinks"]] = row
+            pairs.setdefault(row["seed"], {})[row.get("shrinks", True)] = row
     complete = [pairs[seed] for seed in sorted(pairs) if len(pairs[seed]) == 2]
     found = {
         field: [", ".join(f"{pair[shrinks][field]:.2f}" for pair in complete) for shrinks in (True, False)]
@@ -66,7 +66,12 @@ def more_kinds() -> str:
     for row in read_rows("little_text"):
         tokens, number = texts.get(row["calibration"], (0, 0))
         alike = (row["calibration_tokens"], row["dtype"], row["max_windows"]) == (tokens, "bfloat16", 1)
-        if alike and row["shrinks"] and row["model"] == "SmolLM2-135M-Instruct" and row.get("form") == "stock":
+        if (
+            alike
+            and row.get("shrinks", True)
+            and row["model"] == "SmolLM2-135M-Instruct"
+            and row.get("form") == "stock"
+        ):
             pairs.setdefault(row["seed"], {})[number] = row
     complete = [pairs[seed] for seed in sorted(pairs) if len(pairs[seed]) == 2]
     found = {

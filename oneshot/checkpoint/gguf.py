@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from oneshot.checkpoint.card import write_gguf_card
+from oneshot.checkpoint.gguf_architectures import tensor_name_map
 from oneshot.checkpoint.gguf_config import POOLING, architecture_of, config_of
 from oneshot.checkpoint.gguf_file import GgufModel
 from oneshot.checkpoint.gguf_rotary import FACTORS, LONG_FACTORS, SHORT_FACTORS, in_halves
@@ -75,12 +76,9 @@ class GgufCheckpoint(Checkpoint):
 
     def _names(self) -> dict[str, str]:
         """Return the stored name of every tensor of the stock class; refuse those that only one side has."""
-        import gguf
-
-        kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == self.architecture)
         _, model_class = stock_classes(self.config)
         try:
-            places = gguf.get_tensor_name_map(kind, self._num_layers)
+            places = tensor_name_map(self.architecture, self._num_layers)
             with torch.device("meta"):
                 model: Any = model_class(stock_config(self.config))
         except Exception as error:  # of senseless sizes; the cause is named and chained

@@ -46,6 +46,14 @@ class Architecture:
     tied: bool = False
 
 
+def tensor_name_map(architecture: str, num_layers: int) -> Any:
+    """Return gguf's map from stored names to the names in a file of an architecture of llama.cpp."""
+    import gguf
+
+    kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    return gguf.get_tensor_name_map(kind, num_layers)
+
+
 def _window(keys: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the window of all layers; a file states 0 for none."""
     return {"sliding_window": keys.get("attention.sliding_window") or None}

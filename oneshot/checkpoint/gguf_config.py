@@ -35,7 +35,7 @@ TOKENS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "paddi
 
 
 class Stated(Protocol):
-    """What a file states: metadata by key, and tensors by name, of which `read` returns the values."""
+    """State the contents of a file: metadata by key, and tensors by name, whose values `read` returns."""
 
     @property
     def metadata(self) -> Mapping[str, Any]:

@@ -17,7 +17,7 @@ import numpy as np
 from oneshot.architecture import StackShape, scaled_epsilon
 from oneshot.checkpoint import GgufCheckpoint, Journal, Model, card_metadata, complete_config
 from oneshot.checkpoint.gguf_architectures import ARCHITECTURES as KNOWN
-from oneshot.checkpoint.gguf_architectures import KV_HEADS
+from oneshot.checkpoint.gguf_architectures import KV_HEADS, tensor_name_map
 from oneshot.checkpoint.gguf_config import HEAD_SIZES, OWN_SIZES, ROTARY_SIZE
 from oneshot.checkpoint.gguf_rotary import FACTORS, interleave, reason_against_rotary, rotary_factors, rotary_metadata
 from oneshot.checkpoint.layout import Place
@@ -159,12 +159,10 @@ def _architecture(model: Model, stack: StackShape) -> str:
 
 def _tensors(model: Model, stack: StackShape, stored: list[Place], *, quantised: bool) -> list[FileTensor]:
     """Return the tensors of the file in order: rotary factors, the journal's, zeros for absent FFNs."""
-    import gguf
 
     complete, tensors = with_all_ffns(stack), list[FileTensor]()
     architecture = _architecture(model, complete)
-    kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-    names = gguf.get_tensor_name_map(kind, len(stack.layers))
+    names = tensor_name_map(architecture, len(stack.layers))
     factors = rotary_factors(complete_config(model.checkpoint.config)["rope_parameters"], model.shape.head_dim)
     if factors is not None:
         tensors.append(FileTensor(FACTORS, factors.shape, "F32", partial(np.asarray, factors)))
@@ -185,7 +183,7 @@ def stored_tensor(
     """Return a tensor of the journal as one of the file.
 
     Args:
-        names: of `gguf.get_tensor_name_map`. change: to its values, as `read_stored` takes it.
+        names: map of `tensor_name_map`. change: function of its values, as `read_stored` takes it.
 
     Raises `OutputError` for a tensor that llama.cpp's architecture does not have.
     """

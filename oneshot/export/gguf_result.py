@@ -12,6 +12,7 @@ from oneshot.architecture import StackShape
 from oneshot.architecture.stated_shapes import per_layer_shape
 from oneshot.checkpoint import locate_checkpoint
 from oneshot.checkpoint.gguf import FLOAT_BYTES, write_weights
+from oneshot.checkpoint.gguf_architectures import tensor_name_map
 from oneshot.checkpoint.gguf_file import GgufModel
 from oneshot.checkpoint.gguf_rotary import FACTORS, in_halves
 from oneshot.checkpoint.gguf_stated import own_architecture
@@ -59,14 +60,13 @@ class RestoredModel:
     """The tensors of a per-layer checkpoint, read from a GGUF file of the same sizes."""
 
     def __init__(self, path: Path) -> None:
-        import gguf
 
         self._path, config = path, read_config(path.parent)
         self._stack: StackShape = per_layer_shape(config)
         try:
             self._file = GgufModel(path)
             self.architecture: str = self._file.metadata["general.architecture"]
-            kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == self.architecture)
+            names = tensor_name_map(self.architecture, len(self._stack.layers))
         except Exception as error:  # damage shows itself in many types; the cause is named and chained
             raise CheckpointError(f"{path} cannot be read as GGUF ({cause(error)}); give a complete file.") from error
         self._pairs = self.architecture in INTERLEAVED
@@ -78,7 +78,6 @@ class RestoredModel:
                     f"{path} has {name} as {stored.get(name)}, and the config.json beside it states "
                     f"{wanted.get(name)}; measure it with llama.cpp alone: {measure_command(path)}."
                 )
-        names = gguf.get_tensor_name_map(kind, len(self._stack.layers))
         tied = {"lm_head.weight"} if self._stack.head == "tied" else set()
         state = empty_tensors(config)
         self.shapes = {name: tuple(tensor.shape) for name, tensor in state.items() if name not in tied}

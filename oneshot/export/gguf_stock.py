@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from oneshot.checkpoint import GgufCheckpoint, Journal, Model, complete_config
-from oneshot.checkpoint.gguf_architectures import ARCHITECTURES
+from oneshot.checkpoint.gguf_architectures import ARCHITECTURES, tensor_name_map
 from oneshot.checkpoint.gguf_stated import own_architecture, reason_against_stating, stated_keys
 from oneshot.config import SaveDtype
 from oneshot.errors import OutputError, PlanError
@@ -55,11 +55,8 @@ class StockGgufForm(GgufFolder, StockForm):
         self, model: Model, plan: Plan, journal: Journal, advance: Callable[[int], None], save_dtype: SaveDtype
     ) -> int:
         """Write the file from the journal's parts, and return the parameters that it holds."""
-        import gguf
-
         name, config = str(own_architecture(model.family.model_type)), complete_config(self.config(model, plan))
-        kind = next(kind for kind, own in gguf.MODEL_ARCH_NAMES.items() if own == name)
-        names = gguf.get_tensor_name_map(kind, len(plan.kept_layers))
+        names = tensor_name_map(name, len(plan.kept_layers))
         offset = np.float32(ARCHITECTURES[name].norm_offset)
         tensors = [
             stored_tensor(

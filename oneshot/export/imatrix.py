@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from oneshot.checkpoint import IMPORTANCE_NAME, Model
-from oneshot.checkpoint.gguf_architectures import ARCHITECTURES
+from oneshot.checkpoint.gguf_architectures import ARCHITECTURES, tensor_name_map
 from oneshot.config import TextOptions
 from oneshot.errors import CheckpointError
 from oneshot.machine.durable import UNFINISHED, make_durable
@@ -97,11 +97,9 @@ class TensorNames:
     """The names that an architecture's GGUF files have for what a module of the stock class holds."""
 
     def __init__(self, architecture: str, num_layers: int, *, has_experts: bool) -> None:
-        import gguf
 
         self.architecture, self._has_experts = architecture, has_experts
-        kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-        self._map = gguf.get_tensor_name_map(kind, num_layers)
+        self._map = tensor_name_map(architecture, num_layers)
 
     def of(self, module: str) -> tuple[str, ...]:
         """Return the tensors of a module, or of a parameter of experts; none if the architecture has no such tensor."""

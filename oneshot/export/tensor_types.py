@@ -80,9 +80,7 @@ def quantise_result(
         budget = config.bits / 8 * sum(math.prod(one.shape) for one in priced)
     kinds = chosen_types(priced, budget)
     logger.info("The types of the tensors cost %.3f nats a token before error feedback.", damage_of(priced, kinds))
-    importance = {one.module: one.importance for one in priced}
-    matrices = RoundedTensors(open_result(path, text, machine), kinds, importance, tell)
-    write_quantised(path, priced, kinds, names, matrices)
+    write_quantised(path, priced, kinds, names, open_result(path, text, machine), tell)
     open_result(path, text, machine)  # which compares the tensors with config.json
 
 
@@ -192,13 +190,18 @@ def write_quantised(
     priced: Sequence[Priced],
     kinds: Mapping[str, str],
     names: Mapping[str, str],
-    matrices: RoundedTensors,
+    model: ResultModel,
+    tell: Callable[[int], None],
 ) -> None:
     """Replace a GGUF file by one whose matrices have these types, and write the types beside it.
 
-    `names`: of tensors in the file, by module. `matrices`: of this file; its states are freed at the end.
+    Args:
+        names: names of tensors in the file, by module. model: this file, with the text that layers are rounded on.
+            tell: receives the number of a layer before it is rounded.
     """
     import gguf
+
+    matrices = RoundedTensors(model, kinds, {one.module: one.importance for one in priced}, tell)
 
     reader, by_tensor = gguf.GGUFReader(path), {names[one.module]: one for one in priced}
     unfinished = path.with_name(path.name + UNFINISHED)

@@ -26,6 +26,7 @@ from oneshot.errors import ConfigError, PlanError
 from oneshot.evaluation import load_model
 from oneshot.pipeline import compress, predict, profile
 
+IN_GROUPS = {"per-layer": {"serve": "group=32"}}  # by form: there are ranks in such groups
 SIZES: dict[str, Any] = {"hidden": 64, "width": 128, "tied": True, "heads": 4, "groups": 2}
 CASES = [
     ("stock", "w4a16", {}),
@@ -67,7 +68,7 @@ def test_transformers_opens_what_was_written(
     plain: Callable[[Path, Path], Path],
     tmp_path: Path,
 ) -> None:
-    options = {"serve": "group=32"} if form == "per-layer" else {}  # there are ranks in such groups
+    options = dict(IN_GROUPS.get(form, {}))
     if name.endswith("fp4"):
         options["save_dtype"] = "bfloat16"
     config = make_config(make_checkpoint(**SIZES | model), form=form, quantise=name, sparsity=0.3, **options)
@@ -141,7 +142,7 @@ def test_a_dry_run_predicts_the_bytes(
 ) -> None:
     """Exactly by a profile; before one the files may be smaller by what goes of the embedding, which is not rounded."""
     options = {"form": form, "quantise": name, "sparsity": 0.3, "save_dtype": "bfloat16", "num_sequences": 4}
-    options |= {"serve": "group=32"} if form == "per-layer" else {}  # there are ranks in such groups
+    options |= IN_GROUPS.get(form, {})
     config = make_config(make_checkpoint(**SIZES | model), **options)
     early, of_profile = predict(config), config
     if form != "stock":
