@@ -70,7 +70,9 @@ def feedback_factor(gram: torch.Tensor, num_tokens: float, order: torch.Tensor) 
     """
     if not bool(gram.diagonal().any()):
         return None
-    found = ridged_cholesky(_trusted(gram, num_tokens), DAMPING, of="inputs of a rounded linear", order=order.flip(0))
+    found = ridged_cholesky(
+        trusted_gram(gram, num_tokens), DAMPING, of="inputs of a rounded linear", order=order.flip(0)
+    )
     assert found is not None  # there is a ridge
     return found[0].flip(0, 1)
 
@@ -90,7 +92,7 @@ def _rounded_rows(
     targets, stored, errors = weight[:, order], torch.empty_like(weight), torch.zeros_like(weight)
     _round_in_order_(stored, errors, targets, steps, order, feedback, quantisation)
     nearest = quantisation.nearest(weight, steps)
-    lost, lost_by_nearest, whole = (_energies(rows, gram) for rows in (weight - stored, weight - nearest, weight))
+    lost, lost_by_nearest, whole = (row_energies(rows, gram) for rows in (weight - stored, weight - nearest, weight))
     stored = torch.where((lost <= lost_by_nearest).unsqueeze(1), stored, nearest)
     return stored, scales, torch.stack((torch.minimum(lost, lost_by_nearest), whole), dim=1)
 
@@ -114,7 +116,7 @@ def _round_in_order_(
             errors[:, column] = targets[:, column] - own
 
 
-def _energies(weight: torch.Tensor, gram: torch.Tensor) -> torch.Tensor:
+def row_energies(weight: torch.Tensor, gram: torch.Tensor) -> torch.Tensor:
     """Return `diag(W G Wᵀ) (m,)` float64."""
     return ((weight.to(gram) @ gram) * weight).sum(1, dtype=torch.float64)
 
@@ -223,7 +225,7 @@ def _round_columns(
     goal = columns
     start = made = torch.cat((torch.eye(columns.shape[1]).to(others), others.T), dim=1)
     ordered = gram[order][:, order].to(made)
-    known, least = _trusted(ordered, num_tokens), math.inf
+    known, least = trusted_gram(ordered, num_tokens), math.inf
     best: tuple[torch.Tensor, RoundedWeight] | None = None
     for step in range(FITS):
         if step:
@@ -237,7 +239,10 @@ def _round_columns(
                 best, least = (made, of_columns), lost
     assert best is not None
     made, of_columns = best
-    energies = _differences(of_columns.weight, made, goal, start, ordered), _energies(goal, start @ ordered @ start.T)
+    energies = (
+        _differences(of_columns.weight, made, goal, start, ordered),
+        row_energies(goal, start @ ordered @ start.T),
+    )
     _note(found, names, sizes, replace(of_columns, energies=torch.stack(energies, dim=1)))
     return RoundedColumns(of_columns.weight, made[:, order.argsort()], order)
 
@@ -247,7 +252,7 @@ def _differences(
 ) -> torch.Tensor:
     """Return the energies of the rows of `C₀ M₀ − C M (m, n)`, where inputs have this Gram."""
     inputs = torch.cat((start, made))
-    return _energies(torch.cat((goal, -columns), dim=1), inputs @ gram @ inputs.T)
+    return row_energies(torch.cat((goal, -columns), dim=1), inputs @ gram @ inputs.T)
 
 
 def _better_columns(
@@ -278,7 +283,7 @@ def _divided(rows: torch.Tensor, gram: torch.Tensor, damping: float) -> torch.Te
     return torch.cholesky_solve(rows.T.to(found[0]), found[0]).T.to(rows)
 
 
-def _trusted(gram: torch.Tensor, num_tokens: float) -> torch.Tensor:
+def trusted_gram(gram: torch.Tensor, num_tokens: float) -> torch.Tensor:
     """Return `G (n, n)` with as much of the products of different columns as so many tokens know."""
     trusted = num_tokens / (num_tokens + TOKENS_PER_COLUMN * len(gram))
     return torch.diag(gram.diagonal()).lerp_(gram, trusted)

@@ -9,11 +9,13 @@ import numpy as np
 import torch
 
 from oneshot.checkpoint.layout import Place
+from oneshot.export.float16 import tell_of_little
 
 Kind = Literal["F32", "F16", "BF16", "Q8_0"]  # names of gguf.GGMLQuantizationType
 
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 BLOCK, BLOCK_BYTES = 32, 34  # of Q8_0: a float16 scale and 32 integers of 8 bits
+STEPS = 127  # of a scale of Q8_0
 PANEL_VALUES = 2**22  # values that are quantised at once
 KINDS: dict[torch.dtype, Kind] = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 NUMPY_DTYPES = {
@@ -63,7 +65,7 @@ def read_stored(place: Place, kind: Kind, change: Callable[[np.ndarray], np.ndar
     if change is not None:
         values = change(values)
     if kind == "Q8_0":
-        return quantised(values)
+        return quantised(place.name, values)
     if kind == KINDS.get(place.dtype):
         return values
     return as_float32(values).astype(np.float16 if kind == "F16" else np.float32, copy=False)
@@ -76,17 +78,20 @@ def as_float32(values: np.ndarray) -> np.ndarray:
     return values.astype(np.float32, copy=False)
 
 
-def quantised(values: np.ndarray) -> np.ndarray:
+def quantised(name: str, values: np.ndarray) -> np.ndarray:
     """Quantise `(rows, columns)` to Q8_0 by gguf-py, as llama-quantize does -> `(rows, bytes)` uint8.
 
-    Panels of rows pass through float32, so that no second copy of the tensor is in memory.
+    Panels of rows pass through float32, so that no second copy of the tensor is in memory. `name`: of the tensor.
     """
     import gguf
 
+    largest = 0.0
     rows, columns = values.shape
     result = np.empty((rows, columns // BLOCK * BLOCK_BYTES), np.uint8)
     panel = max(1, PANEL_VALUES // columns)
     for start in range(0, rows, panel):
         part = as_float32(values[start : start + panel])
+        largest = max(largest, float(np.abs(part).max()))
         result[start : start + panel] = gguf.quants.quantize(part, gguf.GGMLQuantizationType.Q8_0)
+    tell_of_little(name, largest, "q8_0", STEPS)
     return result

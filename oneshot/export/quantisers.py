@@ -88,6 +88,13 @@ def rounded(rows: np.ndarray, name: str, importance: np.ndarray | None) -> np.nd
     return read_rows(quantise(rows, name, importance), name, rows.shape[1])
 
 
+def usable_importance(importance: np.ndarray | None) -> np.ndarray | None:
+    """Return importance without zeros, which would leave columns to chance; None if all are."""
+    if importance is None or not importance.any():
+        return None
+    return importance + 1e-6 * float(importance.mean())
+
+
 def refuse_without_quantisers() -> None:
     """Raise `PlanError` if nothing can be quantised."""
     reason = reason_against_quantising()

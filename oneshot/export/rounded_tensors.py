@@ -15,10 +15,10 @@ from torch import nn
 
 from oneshot.checkpoint.gguf_rotary import interleave
 from oneshot.compression.overflow import naming_the_layer
-from oneshot.compression.rounding import feedback_factor
+from oneshot.compression.rounding import TOKENS_PER_COLUMN, feedback_factor, row_energies, trusted_gram
 from oneshot.compression.statistics import GramAccumulator, Statistics
-from oneshot.errors import PlanError
-from oneshot.export.quantisers import block_of, quantise, read_rows
+from oneshot.export.float16 import beyond_float16
+from oneshot.export.quantisers import block_of, quantise, read_rows, usable_importance
 from oneshot.export.result_model import EMBEDDING, HEAD, ResultLayer, ResultModel
 from oneshot.machine.transfer import as_like
 
@@ -124,14 +124,6 @@ def _read(module: str, weight: torch.Tensor, stored: np.ndarray, kind: str) -> t
     return read
 
 
-def beyond_float16(module: str, largest: float) -> PlanError:
-    """Return the error of a weight that no type has numbers for."""
-    return PlanError(
-        f"The weights of {module} are up to {largest:.1e}, and float16, which the types of GGUF scale by, does not "
-        "hold that; leave --bits and --max-file-size out."
-    )
-
-
 def _listener(sums: GramAccumulator) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
     return lambda _, inputs: sums.update_(inputs[0].flatten(0, -2))
 
@@ -154,11 +146,14 @@ class BlockFactor:
     Attributes:
         blocks: numbers of blocks in the order of rounding. feedback: `U (n, n)` float32 in this order; only what
             is above its blocks of the diagonal is read. importance: `(n,)` float32 in this order, diagonals of `D`.
+        few: from few tokens what is known of the Gram `(n, n)`, float32 in the order of columns. Rows that the nearest
+            values suit better by it get these, because a huge token can make feedback lose more. None: from many.
     """
 
     blocks: tuple[int, ...]
     feedback: torch.Tensor
     importance: torch.Tensor
+    few: torch.Tensor | None
 
 
 def block_factor(statistics: Statistics, size: int) -> BlockFactor | None:
@@ -175,7 +170,10 @@ def block_factor(statistics: Statistics, size: int) -> BlockFactor | None:
         importance.append(within.square().sum(1))
         above = factor[:start, start : start + size]
         above.copy_(torch.linalg.solve_triangular(within, above, upper=True, left=False))
-    return BlockFactor(tuple(blocks.tolist()), factor.float().cpu(), torch.cat(importance).float().cpu())
+    few = None
+    if statistics.num_rows < TOKENS_PER_COLUMN * len(order):
+        few = trusted_gram(statistics.gram, statistics.num_rows).float().cpu()
+    return BlockFactor(tuple(blocks.tolist()), factor.float().cpu(), torch.cat(importance).float().cpu(), few)
 
 
 def _rounded_rows(weight: torch.Tensor, kind: str, factor: BlockFactor) -> np.ndarray:
@@ -187,4 +185,14 @@ def _rounded_rows(weight: torch.Tensor, kind: str, factor: BlockFactor) -> np.nd
         wanted = own + errors[:, :start] @ factor.feedback[:start, start:stop]
         stored[block] = quantise(wanted.numpy(), kind, factor.importance[start:stop].numpy())
         errors[:, start:stop] = own - torch.from_numpy(read_rows(stored[block], kind, size))
-    return np.concatenate([stored[block] for block in range(len(stored))], axis=1)
+    rows = np.concatenate([stored[block] for block in range(len(stored))], axis=1)
+    return rows if factor.few is None else _better_rows(weight, kind, rows, factor.few)
+
+
+def _better_rows(weight: torch.Tensor, kind: str, rows: np.ndarray, gram: torch.Tensor) -> np.ndarray:
+    """Return the stored `rows`, or the nearest where these lose less by a Gram of the inputs."""
+    nearest = quantise(weight.numpy(), kind, usable_importance(gram.diagonal().numpy()))
+    lost, by_nearest = (
+        row_energies(weight - torch.from_numpy(read_rows(one, kind, weight.shape[1])), gram) for one in (rows, nearest)
+    )
+    return np.where((lost <= by_nearest).unsqueeze(1).numpy(), rows, nearest)

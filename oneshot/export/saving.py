@@ -10,6 +10,7 @@ import torch
 
 from oneshot.checkpoint import Checkpoint, GgufCheckpoint
 from oneshot.config import Config, SaveDtype
+from oneshot.export.float16 import tell_of_little
 from oneshot.export.gguf_tensors import BLOCK, BLOCK_BYTES
 from oneshot.tensors import Tensors
 
@@ -40,7 +41,10 @@ def part_dtype(save_dtype: SaveDtype) -> SaveDtype:
 
 
 def cast(save_dtype: SaveDtype, tensors: Tensors) -> Tensors:
-    """Return the tensors in the dtype of a part; values beyond its range become its largest, with a warning."""
+    """Return the tensors in the dtype of a part; values beyond its range become its largest, with a warning.
+
+    Matrices of which float16 keeps little, or nothing, are also told.
+    """
     if part_dtype(save_dtype) == "keep":
         return tensors
     dtype = SAVED_DTYPES[save_dtype]
@@ -55,6 +59,8 @@ def cast(save_dtype: SaveDtype, tensors: Tensors) -> Tensors:
             logger.warning("%s has %d values beyond the range of %s; they are clamped.", name, beyond, save_dtype)
             tensor = torch.where(tensor.isfinite(), tensor.clamp(-largest, largest), tensor)
         in_dtype[name] = tensor.to(dtype)
+        if dtype == torch.float16 and tensor.ndim > 1 and tensor.numel() and not tensor.is_meta:
+            tell_of_little(name, float(torch.stack(tensor.aminmax()).abs().max()), save_dtype)
     return in_dtype
 
 

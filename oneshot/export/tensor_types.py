@@ -18,12 +18,13 @@ import torch
 from oneshot.architecture import StackShape
 from oneshot.config import Config
 from oneshot.errors import PlanError
+from oneshot.export.float16 import below_float16, beyond_float16
 from oneshot.export.gguf import expected_tensors, with_all_ffns
-from oneshot.export.quantisers import bytes_of, rounded, types_of
+from oneshot.export.quantisers import bytes_of, rounded, types_of, usable_importance
 from oneshot.export.result_model import EMBEDDING, HEAD, ResultModel
 from oneshot.export.result_of_stock import open_result
 from oneshot.export.result_sensitivity import HEAD_INPUTS, SENSITIVITY_TOKENS, output_squares
-from oneshot.export.rounded_tensors import RoundedTensors, beyond_float16
+from oneshot.export.rounded_tensors import RoundedTensors
 from oneshot.linalg.allocation import least_damage
 from oneshot.machine import Machine
 from oneshot.machine.durable import UNFINISHED, make_durable
@@ -32,6 +33,7 @@ from oneshot.text import Text
 
 SAMPLED_ROWS = 96  # of a linear, by which its damages are estimated
 SAMPLED_TOKENS = 1024  # of a table: those that count most
+NOTICED = 0.01  # nats a token: less is lost where weights are next to nothing, and may be
 PADDING = 32  # bytes at most before a tensor of the file
 TYPES_NAME = "tensor-types.txt"
 logger = logging.getLogger(__name__)
@@ -114,7 +116,7 @@ def priced_tensors(
             continue
         module = name.removesuffix(".weight")
         importance, weights = _weights(module, model.has_head, inputs, outputs, frequencies)
-        importance, kinds = _usable(importance), types_of(shape[1])
+        importance, kinds = usable_importance(importance), types_of(shape[1])
         [values] = model.source.read([name]).values()
         rows = _sampled(weights)
         sample = values[torch.from_numpy(rows)].float().numpy()
@@ -123,6 +125,9 @@ def priced_tensors(
         damages = {kind: damage for kind, damage in found.items() if math.isfinite(damage)}
         if not damages:
             raise beyond_float16(module, float(np.abs(sample).max()))
+        least, all_of_it = min(damages.values()), _damage(sample, rows, weights)
+        if least > max(NOTICED, all_of_it / 2):
+            raise below_float16(module, float(np.abs(sample).max()))
         sizes = [bytes_of(shape, kind) for kind in damages]
         of_kinds = np.array(list(damages.values())), np.array(sizes, float)
         priced.append(Priced(module, shape, importance, tuple(damages), *of_kinds))
@@ -253,13 +258,6 @@ def _weights(
 def _mean(squares: InputSquares, name: str) -> np.ndarray:
     mean: np.ndarray = (squares.sums[name] / squares.counts[name]).cpu().numpy()
     return mean
-
-
-def _usable(importance: np.ndarray | None) -> np.ndarray | None:
-    """Return importance without zeros, which would leave columns to chance; None if all are."""
-    if importance is None or not importance.any():
-        return None
-    return importance + 1e-6 * float(importance.mean())
 
 
 def _sampled(weights: Sequence[Weights]) -> np.ndarray:

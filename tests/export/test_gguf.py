@@ -253,9 +253,9 @@ def test_q8_0_is_the_quantised_file_of_the_inputs_dtype(
 
 def test_panels_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     values = np.random.default_rng(0).normal(size=(37, 64)).astype(np.float32)
-    whole = gguf_tensors.quantised(values)
+    whole = gguf_tensors.quantised("table", values)
     monkeypatch.setattr(gguf_tensors, "PANEL_VALUES", 5 * 64)
-    assert np.array_equal(gguf_tensors.quantised(values), whole)
+    assert np.array_equal(gguf_tensors.quantised("table", values), whole)
 
 
 def test_beside_a_tensor_only_its_quantised_bytes_are_in_memory(
@@ -266,7 +266,7 @@ def test_beside_a_tensor_only_its_quantised_bytes_are_in_memory(
     files.write(0, {"weight": values})
     (place,) = files.layout.places
     monkeypatch.setattr(gguf_tensors, "PANEL_VALUES", 2**16)
-    gguf_tensors.quantised(np.ones((1, 32), np.float32))  # imports
+    gguf_tensors.quantised("table", np.ones((1, 32), np.float32))  # imports
     tracemalloc.start()
     written = gguf_tensors.read_stored(place, "Q8_0", None)
     peak = tracemalloc.get_traced_memory()[1]

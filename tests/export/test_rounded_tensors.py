@@ -1,6 +1,7 @@
 """Rounding to ggml's types with error feedback, beside an update by inverses in float64, and in a whole file."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from oneshot.errors import PlanError
 from oneshot.evaluation import load_model
 from oneshot.export import open_folder
 from oneshot.export.gguf_result import RestoredModel
-from oneshot.export.quantisers import block_of, quantise, read_rows, rounded
+from oneshot.export.quantisers import block_of, quantise, read_rows, rounded, usable_importance
 from oneshot.export.rounded_tensors import block_factor, rounded_with_feedback
 from oneshot.pipeline import compress
 
@@ -96,6 +97,30 @@ def test_a_linear_that_no_token_reaches_is_rounded_to_the_nearest() -> None:
     np.testing.assert_array_equal(rounded_with_feedback(weight, "Q4_0", factor), quantise(weight.numpy(), "Q4_0", None))
 
 
+@pytest.mark.parametrize("kind", ["IQ3_S", "Q2_K"])
+def test_a_huge_token_among_few_does_no_harm(kind: str) -> None:
+    """Rows that lose more by feedback than by rounding to the nearest, by what is known, are rounded to the nearest."""
+    weight = torch.randn(48, 512, generator=torch.Generator().manual_seed(2))
+    rows = correlated(512, 16)
+    rows[:, 7] *= 1e4
+    rows[:, 300] = rows[:, 7] + 0.01 * rows[:, 300]
+    rows[0] *= 1e4
+    statistics = sums(rows)
+    share = 16 / (16 + TOKENS_PER_COLUMN * 512)
+    gram = statistics.gram.double()
+    known = torch.diag(gram.diagonal()) * (1 - share) + share * gram
+    factor = block_factor(statistics, block_of(kind))
+    assert factor is not None
+    fed_back, found = (
+        read_rows(rounded_with_feedback(weight, kind, one), kind, 512) for one in (replace(factor, few=None), factor)
+    )
+    nearest = rounded(weight.numpy(), kind, usable_importance(statistics.gram.diagonal().numpy()))
+    errors = [weight.double() - torch.from_numpy(one) for one in (fed_back, nearest, found)]
+    by_feedback, by_nearest, lost = ((one @ known * one).sum(1) for one in errors)
+    assert (by_feedback > 1.01 * by_nearest).any()
+    assert (lost <= 1.001 * torch.minimum(by_feedback, by_nearest)).all()
+
+
 @pytest.mark.parametrize("sparsity", [0.0, 0.2])
 def test_layers_are_rounded_on_what_the_file_gives(
     sparsity: float, make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path
@@ -138,3 +163,25 @@ def test_weights_beyond_float16_are_refused(
     config = make_config(save_model(model), form="gguf", sparsity=0.0, embedding="none", bits=9.0)
     with pytest.raises(PlanError, match=r"layers\.1\.mlp\.\w+_proj are up to"):
         compress(config)
+
+
+@pytest.mark.parametrize("width", [65, 96], ids=("F16", "blocks"))
+def test_weights_below_float16_are_refused(
+    width: int, save_model: Callable[..., Path], make_config: MakeConfig
+) -> None:
+    """They were written as zeros, without a word."""
+    model = build_model(hidden=64, width=width)
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight.mul_(1e-9)
+        model.model.layers[1].mlp.up_proj.weight.mul_(1e9 / 1e3)
+        model.model.layers[1].mlp.gate_proj.weight.mul_(1e3)
+    config = make_config(save_model(model), form="gguf", sparsity=0.0, embedding="none", bits=9.0)
+    with pytest.raises(PlanError, match=r"keeps half of what the weights of model\.layers\.1\.mlp\.down_proj do"):
+        compress(config)
+
+
+def test_weights_next_to_nothing_may_be_lost(save_model: Callable[..., Path], make_config: MakeConfig) -> None:
+    model = build_model(hidden=64, width=96)
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight.mul_(1e-9)
+    compress(make_config(save_model(model), form="gguf", sparsity=0.0, embedding="none", bits=9.0))

@@ -3,9 +3,11 @@
 import logging
 import sys
 
+import numpy as np
 import pytest
 import torch
 
+from oneshot.export.gguf_tensors import quantised
 from oneshot.export.saving import cast
 from oneshot.machine.memory import peak_bytes, reset_peak
 
@@ -32,3 +34,14 @@ def test_finite_values_beyond_the_range_are_clamped(caplog: pytest.LogCaptureFix
     assert found["nan"].isnan().tolist() == [True, False]
     assert found["nan"][1] == 65504.0
     assert ["far has 2 values" in caplog.text, "nan has 1 values" in caplog.text] == [True, True]
+
+
+def test_a_matrix_of_which_float16_keeps_little_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Its values became zeros without a word."""
+    values = {"little": 3e-6, "enough": 5e-6, "nothing": 0.0}
+    tensors = {name: torch.full((32, 32), value) for name, value in values.items()} | {"vector": torch.full((9,), 3e-6)}
+    with caplog.at_level(logging.WARNING):
+        cast("float16", tensors)
+        quantised("in_blocks", np.full((4, 64), 4e-4, np.float32))  # whose scales are float16
+        quantised("enough_in_blocks", np.full((4, 64), 5e-4, np.float32))
+    assert [record.message.split()[0] for record in caplog.records] == ["little", "in_blocks"]
