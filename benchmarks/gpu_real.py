@@ -176,9 +176,12 @@ def _tasks(job: Job, folders: list[tuple[Path, float]], config: Any) -> None:
 
 def _config(job: Job, model: Path, calibration: str, real: bool, output: Path, settings: dict[str, Any]) -> Any:
     """Return what is asked of a model in the per-layer form at the smallest size; `settings` may say otherwise."""
+    from harness import read_alone
+
     from oneshot import Config
 
     text = {"num_sequences": 128, "sequence_length": 1024} if real else {"num_sequences": 8, "sequence_length": 64}
+    calibration = calibration if "+" in calibration else read_alone(calibration)
     own = {"form": "per-layer", "sparsity": SPARSITIES[0], "device": job.device, "overwrite": True}
     return Config.of(str(model), str(output), calibration=calibration, **own | text | settings)
 

@@ -80,8 +80,17 @@ def key_of(row: Row, *keys: str) -> tuple[str, ...]:
 
 
 def calibration_files(names: str, data_dir: Path) -> str:
-    """Return `--calibration` for files of the data folder joined by `+`; `self` and `builtin` are not files."""
-    return "+".join(name if name in (SELF, BUILTIN) else str(data_dir / name) for name in names.split("+"))
+    """Return `--calibration` for files of the data folder joined by `+`; `self` and `builtin` are not files.
+
+    One file is read alone: rows say what else was read.
+    """
+    sources = [name if name in (SELF, BUILTIN) else str(data_dir / name) for name in names.split("+")]
+    return "+".join(sources) if len(sources) > 1 else read_alone(*sources)
+
+
+def read_alone(source: str) -> str:
+    """Return `--calibration` for one source without `builtin`, which a run reads beside a file that is named once."""
+    return f"{source}+{source}"
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
@@ -138,9 +147,9 @@ def own_settings(report: Row) -> Row:
 def calibration_record(report: Row) -> Row:
     """A row's record of the text that a compressed model was calibrated on, from the model's report."""
     calibration = report["calibration"] or {}
-    sources = split_sources(report["config"]["text"]["calibration"])
+    names = [Path(source).name for source in split_sources(report["config"]["text"]["calibration"])]
     return {
-        "calibration": "+".join(Path(source).name for source in sources),
+        "calibration": "+".join(names) if len(set(names)) > 1 else names[0],
         "calibration_tokens": calibration.get("num_tokens"),
         "calibration_hash": calibration.get("token_hash"),
     }

@@ -22,6 +22,7 @@ from harness import (
     Row,
     add_text_options,
     append_row,
+    calibration_files,
     calibration_record,
     parser,
     provenance,
@@ -98,7 +99,7 @@ class Files:
             output=str(output),
             sparsity=sparsity,
             form=form,
-            calibration=str(self.arguments.data_dir / "general.jsonl"),
+            calibration=calibration_files("general.jsonl", self.arguments.data_dir),
             num_sequences=self.arguments.num_sequences,
             **more,
         )

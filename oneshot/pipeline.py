@@ -195,6 +195,7 @@ def profile(config: Config, *, show_progress: Shown | Tracker = False) -> Profil
     refuse_existing(output)
     refuse_unwritable(output)
     with open_run(config, show_progress=show_progress) as run:
+        run.broaden_text()  # as the runs that will plan from it
         schedule = profile_schedule(run.grid, run.method)
         _begin_measuring(run, schedule)
         measured = run.make_profile(schedule)

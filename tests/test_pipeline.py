@@ -15,16 +15,19 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from oneshot import OneshotError
-from oneshot.checkpoint import Checkpoint
+from oneshot.checkpoint import Checkpoint, identify
 from oneshot.checkpoint.reader import INDEX_NAME
 from oneshot.cli.compress import main
 from oneshot.compression import LayerCompressor
 from oneshot.compression.correction import DAMPINGS
+from oneshot.config import TextOptions
 from oneshot.evaluation import load_model
 from oneshot.method import SelectorName
-from oneshot.pipeline import compress, compress_sizes
+from oneshot.pipeline import compress, compress_sizes, profile
 from oneshot.recipes import RECIPES, find_recipe
+from oneshot.run.calibration import broadened
 from oneshot.stream import Layer
+from oneshot.text import shares
 
 pytestmark = pytest.mark.long
 
@@ -339,6 +342,72 @@ def test_the_report_is_complete(make_checkpoint: MakeCheckpoint, make_config: Ma
     card = (output / "README.md").read_text()
     assert f"{written['stored_parameters']['compressed']:,}" in card
     assert calibration["token_hash"] in card
+
+
+@pytest.mark.parametrize(
+    ("asked", "read"),
+    [("{0}", "{0}+{0}+{0}+builtin"), ("{0}+{0}", "{0}"), ("builtin", "builtin"), ("{0}+self", "{0}+self")],
+)
+def test_text_of_one_source_is_read_beside_builtin(
+    asked: str, read: str, make_checkpoint: MakeCheckpoint, text_file: Path, tmp_path: Path, capsys: Any
+) -> None:
+    """Check output, card and report; all say what was read, and a mixture is read as it is asked for."""
+    asked, read = asked.format(text_file), read.format(text_file)
+    arguments = [str(make_checkpoint()), "--sparsity=0.2", "--num-sequences=16", "--sequence-length=256", "--no-check"]
+    arguments += ["--device=cpu", "--dtype=float32", "--form=stock"]
+    assert main([*arguments, f"--output={tmp_path / 'out'}", f"--calibration={asked}"]) == 0
+    told = " ".join(capsys.readouterr().err.split())
+    broader = read.endswith("+builtin")
+    assert ("4 of the 16 sequences are from builtin" in told) == broader
+    report = json.loads((tmp_path / "out" / "oneshot_report.json").read_text())
+    assert report["calibration"]["source"] == read
+    assert report["config"]["text"]["calibration"] == (read if broader else asked)
+    assert report["calibration"]["num_tokens"] == 16 * 256
+    named = f"3/4 {text_file.name} + 1/4 builtin" if broader else read.replace(str(text_file), text_file.name)
+    assert f"tokens of `{named}`" in (tmp_path / "out" / "README.md").read_text()
+    assert main([*arguments, f"--output={tmp_path / 'again'}", f"--config={tmp_path / 'out' / 'recipe.yaml'}"]) == 0
+    assert_same_tensors(tmp_path / "out", tmp_path / "again")
+
+
+@pytest.mark.parametrize(
+    ("num_sequences", "length", "parts"),
+    [(128, 1024, 8), (32, 256, 8), (39, 256, 8), (24, 256, 6), (16, 256, 4), (9, 700, 4), (4, 2048, 4), (15, 256, 1)],
+)
+def test_an_eighth_of_the_text_is_from_builtin_but_1024_tokens_of_few(
+    num_sequences: int, length: int, parts: int, make_checkpoint: MakeCheckpoint
+) -> None:
+    asked = TextOptions("text.txt", num_sequences, length)
+    read = broadened(asked, identify(Checkpoint(make_checkpoint())))
+    sources = ["text.txt"] if parts == 1 else [*(parts - 1) * ["text.txt"], "builtin"]
+    assert read == replace(asked, calibration="+".join(sources))
+    assert parts == 1 or shares(num_sequences, sources)["builtin"] * length >= 1024
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sparsity": 0.0, "quantise": "w8a8"},
+        {"sequence_length": 128},
+        {"correction": "none", "ffn": "none", "heads": "magnitude", "sparsity": 0.03},
+    ],
+    ids=["nothing goes", "little text", "heads"],
+)
+def test_other_runs_read_one_source_alone(
+    changes: dict[str, Any], make_checkpoint: MakeCheckpoint, make_config: MakeConfig, text_file: Path
+) -> None:
+    report = compress(make_config(make_checkpoint(), **{"sequence_length": 256} | changes))
+    assert report.config["text"]["calibration"] == str(text_file)
+
+
+def test_a_profile_has_the_text_of_the_runs_that_plan_from_it(
+    make_checkpoint: MakeCheckpoint, make_config: MakeConfig, text_file: Path, tmp_path: Path
+) -> None:
+    given = {"form": "per-layer", "sequence_length": 256, "curvature": "none", "embedding": "none", "ranks": "none"}
+    checkpoint, folder = make_checkpoint(), tmp_path / "profile"
+    profile(make_config(checkpoint, output=folder, sparsity=0.0, **given))
+    report = compress(make_config(checkpoint, profile=str(folder), **given))  # which refuses another text
+    assert report.calibration is not None
+    assert report.calibration["source"] == f"{text_file}+{text_file}+{text_file}+builtin"
 
 
 def test_a_sublayer_with_zero_output_has_no_error(save_model: Callable[..., Path], make_config: MakeConfig) -> None:

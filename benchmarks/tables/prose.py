@@ -45,7 +45,8 @@ def little_text() -> str:
     """Return the scores of the stock form at −20 % from 4,096 tokens: as they are, and with shrinkage, by seed."""
     pairs = dict[int, dict[bool, Row]]()
     for row in read_rows("little_text"):
-        if (row["calibration"], row["calibration_tokens"], row["dtype"]) == ("general.jsonl", 4096, "bfloat16"):
+        text = row["calibration"], row["calibration_tokens"], row["dtype"]
+        if text == ("general.jsonl", 4096, "bfloat16") and row["form"] == "stock":
             pairs.setdefault(row["seed"], {})[row.get("shrinks", True)] = row
     complete = [pairs[seed] for seed in sorted(pairs) if len(pairs[seed]) == 2]
     found = {
@@ -59,23 +60,16 @@ def little_text() -> str:
 
 
 def more_kinds() -> str:
-    """Return what a quarter of `builtin` beside 4,096 tokens changes in the stock form at −20 %, by seed."""
-    added = "+".join([*4 * ["general.jsonl"], "builtin"])
-    texts = {"general.jsonl": (4096, 0), added: (5120, 1)}
-    pairs = dict[int, dict[int, Row]]()
+    """Return what a quarter of `builtin` in 4,096 tokens changes in the stock form at −20 %, by seed."""
+    alone, mixed = "general.jsonl", "general.jsonl+general.jsonl+general.jsonl+builtin"
+    pairs = dict[int, dict[str, Row]]()
     for row in read_rows("little_text"):
-        tokens, number = texts.get(row["calibration"], (0, 0))
-        alike = (row["calibration_tokens"], row["dtype"], row["max_windows"]) == (tokens, "bfloat16", 1)
-        if (
-            alike
-            and row.get("shrinks", True)
-            and row["model"] == "SmolLM2-135M-Instruct"
-            and row.get("form") == "stock"
-        ):
-            pairs.setdefault(row["seed"], {})[number] = row
+        wanted = {"model": "SmolLM2-135M-Instruct", "form": "stock", "calibration_tokens": 4096, "settings": {}}
+        if wanted.items() <= row.items() and row["calibration"] in (alone, mixed):
+            pairs.setdefault(row["seed"], {})[row["calibration"]] = row
     complete = [pairs[seed] for seed in sorted(pairs) if len(pairs[seed]) == 2]
     found = {
-        field: [", ".join(f"{pair[number][field]:.2f}" for pair in complete) for number in (1, 0)]
+        field: [", ".join(f"{pair[text][field]:.2f}" for pair in complete) for text in (mixed, alone)]
         for field in ("score", "code_ratio")
     }
     return (

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from oneshot.checkpoint import IMPORTANCE_NAME, Checkpoint, GgufCheckpoint, locate_checkpoint, open_gguf
-from oneshot.config import Config
+from oneshot.config import Config, TextOptions
 from oneshot.errors import CalibrationError, OneshotError, OutputError, cause, printable
 from oneshot.evaluation import kind_of, load_model, perplexity, was_cut
 from oneshot.export import FORMS
@@ -185,7 +185,7 @@ def _free_on(config: Config, device: torch.device) -> int:
 
 def _held_out(config: Config, report: Report, tokenizer: Any) -> tuple[torch.Tensor | None, str]:
     """Return windows `(K, length)` of the first source that the run did not read, and its name; None without any."""
-    options = config.text
+    options = TextOptions(**report.config["text"])  # as it was read
     if report.calibration is None:
         return None, ""
     for source, count in shares(options.num_sequences, split_sources(options.calibration)).items():

@@ -11,7 +11,7 @@ from oneshot.evaluation import Evaluations, load_model
 from oneshot.export import FORMS
 from oneshot.machine import resolve_device
 from oneshot.report.records import Report
-from oneshot.report.sharing import shared_sources, without_local_paths
+from oneshot.report.sharing import told_sources, without_local_paths
 from oneshot.report.summary import check_lines
 
 
@@ -71,7 +71,7 @@ class Result:
         removed = 1 - stored["compressed"] / stored["dense"]
         text = "none"
         if report.calibration is not None:
-            source = shared_sources(str(report.calibration["source"]))  # names: text in memory had a temporary path
+            source = told_sources(str(report.calibration["source"]))  # names: text in memory had a temporary path
             text = f"{report.calibration['num_tokens']:,} tokens of {source}"
         return [
             ("output", str(self.output)),

@@ -75,7 +75,7 @@ class Job:
         warnings, gram_notes: remarks of the measurements; notes on Grams are of all processes.
 
     Args:
-        config: with the result's output; the job's own has the settled form.
+        config: with the result's output; the job's own has the settled form and text.
         target: replaces the config's for the plan; None keeps it.
         dry: whether seconds are predicted, for which the machine is timed.
 
@@ -95,7 +95,7 @@ class Job:
         # 1. where the result goes
         step = width_step_in(config.target.serving.engine, run.form)
         served = with_steps(run.grouped(config.target), run.model.shape, step)
-        config = replace(config, form=cast(FormName, run.form.name), target=served)
+        config = replace(config, form=cast(FormName, run.form.name), target=served, text=run.config.text)
         self.config, self.run, self.output = config, run, output_folder(config.output)
         try:
             refuse_place(self.output, run.model.checkpoint, overwrite=config.overwrite, resume=config.resume)
@@ -188,7 +188,7 @@ class Job:
                 )
             refuse_without_quantisers()
             refuse_impossible(run.grid.stack(self._smallest() if config.target.finds_share else self.plan), config)
-        names_text = config.quantises or config.text.calibration != TextOptions().calibration
+        names_text = config.quantises or run.asked_text.calibration != TextOptions().calibration
         if run.grid.writes_vocabulary and (schedule.fits_text or names_text):  # a GGUF file
             schedule = replace(
                 schedule,

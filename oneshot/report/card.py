@@ -12,7 +12,7 @@ from oneshot.errors import printable
 from oneshot.json_text import json_text
 from oneshot.report.layer_table import layer_table, size_rows
 from oneshot.report.records import Report
-from oneshot.report.sharing import is_published, shared_sources, without_local_paths
+from oneshot.report.sharing import is_published, told_sources, without_local_paths
 from oneshot.serving import Serving
 
 REPORT_NAME = "oneshot_report.json"
@@ -93,7 +93,7 @@ def model_card(report: Report, inherited: dict[str, Any], *, title: str, loading
     )
     calibration, method = report.calibration, report.method
     text = (
-        f"{calibration['num_tokens']:,} tokens of {code(shared_sources(str(calibration['source'])))} "
+        f"{calibration['num_tokens']:,} tokens of {code(told_sources(str(calibration['source'])))} "
         f"(SHA-256 `{calibration['token_hash']}`)"
         if calibration
         else "none: this recipe only reads weights"

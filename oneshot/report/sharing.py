@@ -1,6 +1,7 @@
 """A report for others: paths of this machine become names."""
 
 import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,14 @@ def shared_name(source: str) -> str:
 def shared_sources(calibration: str) -> str:
     """Return the sources of a mixture as names."""
     return "+".join(map(shared_name, split_sources(calibration)))
+
+
+def told_sources(calibration: str) -> str:
+    """Return the sources of a mixture as names for people, with the share of each if they differ."""
+    sources = Counter(map(shared_name, split_sources(calibration)))
+    if len(set(sources.values())) == 1:
+        return "+".join(sources)
+    return " + ".join(f"{count}/{sources.total()} {name}" for name, count in sources.items())
 
 
 def without_local_paths(report: Report) -> Report:

@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from oneshot.checkpoint import Model, complete_text_config, load_whole, peek_saved
 from oneshot.checkpoint.safe_files import read_config
-from oneshot.config import Config
+from oneshot.config import Config, TextOptions
 from oneshot.errors import CalibrationError
 from oneshot.export import model_classes
 from oneshot.families import COMPRESSED
@@ -19,8 +20,9 @@ from oneshot.machine.memory import device_capacity
 from oneshot.method import TOKENS_PER_NEURON
 from oneshot.profiling import text_of_profile
 from oneshot.report.progress import ProgressBar, Tracker
-from oneshot.report.sharing import shared_sources
+from oneshot.report.sharing import told_sources
 from oneshot.text import (
+    BUILTIN,
     SELF,
     Fillings,
     Text,
@@ -45,6 +47,23 @@ from oneshot.text import (
 logger = logging.getLogger(__name__)
 
 SAVED_TEXT = "self"  # the journal's name for text that the model wrote
+BROAD_TOKENS = 1024  # of `BUILTIN` at least, which hold about three kinds
+LEAST_PARTS, MOST_PARTS = 4, 8  # of the text, one of which is `BUILTIN`
+
+
+def broadened(options: TextOptions, model: Model) -> TextOptions:
+    """Return the text for a smaller model: if one source is asked for, an eighth of the tokens is the package's.
+
+    From text of one source a run removes what other kinds of text need, code above all (docs/guides/text.md). Of fewer
+    than 8,192 tokens 1,024 are the package's. A source that is named twice is read alone, as are mixtures.
+    """
+    family, sources = model.family, split_sources(options.calibration)
+    is_alone = len(sources) == 1 and sources[0] not in (SELF, BUILTIN) and not has_tokens(sources[0])
+    packs_text = family.stack.causal and family.decoder is None and model.shape.experts is None
+    parts = min(MOST_PARTS, options.num_sequences // math.ceil(BROAD_TOKENS / options.sequence_length))
+    if not (is_alone and packs_text and parts >= LEAST_PARTS):
+        return options
+    return replace(options, calibration="+".join([*(parts - 1) * sources, BUILTIN]))
 
 
 class Calibration:
@@ -55,12 +74,14 @@ class Calibration:
 
     Attributes:
         written: the sequences that the model wrote in this process; None if it wrote none.
+        num_read: sequences of packed text that this process read, by source.
     """
 
     def __init__(self, config: Config, model: Model, outputs: Sequence[Path], tracker: Tracker) -> None:
         self._config, self._model = config, model
         self._outputs, self._tracker = outputs, tracker
         self.written: Text | None = None
+        self.num_read: dict[str, int] = {}
         self._profile: str | None = None  # whose text is read again
 
     def check(self) -> None:
@@ -100,7 +121,7 @@ class Calibration:
         """
         self._profile = self._config.profile if plans_by_profile else None
         options, family, shape, seed = self._config.text, self._model.family, self._model.shape, self._config.seed
-        self._tracker.step(f"reading the text {shared_sources(options.calibration)}")
+        self._tracker.step(f"reading the text {told_sources(options.calibration)}")
         sources = split_sources(options.calibration)
         tokens = [source for source in sources if has_tokens(source)]
         if tokens and not (family.stack.causal and family.decoder is None):
@@ -130,8 +151,9 @@ class Calibration:
         if tokenizer is not None:
             bos_of(tokenizer, self._model.checkpoint.folder)  # it warns
         counts = shares(options.num_sequences, sources)
-        parts = [self._source(source, count, tokenizer, machine) for source, count in counts.items()]
-        return mix(parts, seed, options.calibration)
+        parts = {source: self._source(source, count, tokenizer, machine) for source, count in counts.items()}
+        self.num_read = {source: part.num_sequences for source, part in parts.items()}
+        return mix([*parts.values()], seed, options.calibration)
 
     def _source(self, source: str, num_sequences: int, tokenizer: Any, machine: Machine) -> Text:
         """Return so many sequences of one source of packed text."""

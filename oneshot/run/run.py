@@ -42,7 +42,7 @@ from oneshot.profiling import (
 )
 from oneshot.report.progress import ProgressBar, Stopwatch, Tracker, WarningLog
 from oneshot.report.records import Footprint
-from oneshot.run.calibration import Calibration
+from oneshot.run.calibration import Calibration, broadened
 from oneshot.run.dtype import settled_dtype
 from oneshot.run.earlier import earlier_timings, environment
 from oneshot.run.forms import grid_of, settled_form, settled_method
@@ -50,7 +50,7 @@ from oneshot.run.further import Further
 from oneshot.run.inputs import open_input, read_model, tell_of_ranks
 from oneshot.schedule import Schedule
 from oneshot.stream import check_family
-from oneshot.text import Text
+from oneshot.text import BUILTIN, Text
 
 
 class Run:
@@ -68,6 +68,7 @@ class Run:
         dtype: of the forward passes, and why it was taken.
         method: with every `auto` settled for the grid. timings: by which latencies are planned, and where they were
             measured; None without such a plan.
+        asked_text: the calibration text that was asked for; the config's own is read.
         fits_text: whether sizes or weights of a result depend on the text.
         plans_by_profile: whether a result is planned by the given profile, which has the run's model and text.
     """
@@ -128,7 +129,10 @@ class Run:
             self.model, self.dense = self.model.as_whole(), plain.as_whole().stored
             self.grid = grid_of(self.form, self.model, config.target)
         # 4. what is read and measured later
+        self.asked_text = config.text
         self._calibration = Calibration(config, self.model, outputs, self.tracker)
+        if config.target.sparsity != 0:
+            self.broaden_text()
         self.timings: dict[str, Any] | None = None
         self._profile: Profile | None = None
         self._is_checked = False
@@ -181,6 +185,12 @@ class Run:
         """Raise `CalibrationError` if a file of the calibration text cannot be read; nothing is read yet."""
         self._calibration.check()
 
+    def broaden_text(self) -> None:
+        """Also read the package's text where `broadened` says so; nothing is read yet."""
+        if self.method.reduces_ffn:
+            self.config = replace(self.config, text=broadened(self.config.text, self.model))
+            self._calibration = Calibration(self.config, self.model, self._outputs, self.tracker)
+
     def warn_of_text(self) -> None:
         """Warn as for the calibration text that a run would read, if its sources hold what is asked for."""
         if self.fits_text:
@@ -197,6 +207,11 @@ class Run:
             if self.fits_text:
                 self._calibration.warn_if_few(text.num_tokens)
             self._calibration.warn_if_long()
+        if self.config.text != self.asked_text and self.machine.workers.is_main:
+            self.tracker.say(
+                f"{self._calibration.num_read[BUILTIN]} of the {text.num_sequences} sequences are from {BUILTIN}, so "
+                "that what one source of text lacks stays in the model; --calibration TEXT+TEXT reads TEXT alone."
+            )
         return text
 
     @property

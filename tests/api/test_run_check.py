@@ -72,7 +72,7 @@ def test_without_more_text_there_are_only_answers(
 ) -> None:
     short = tmp_path / "short.txt"
     short.write_text("A few words about very little. " * 40)
-    config = make_config(make_checkpoint(), calibration=str(short), num_sequences=1000)
+    config = make_config(make_checkpoint(), calibration=f"{short}+{short}", num_sequences=1000)
     check = quick_check(config, compress(config))
     assert check.perplexity is None
     assert check.skipped == ""

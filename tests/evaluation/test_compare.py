@@ -198,3 +198,7 @@ def test_calibration_names_files_of_the_data_folder(harness: ModuleType, tmp_pat
     assert given == f"{tmp_path}/a.jsonl+{tmp_path}/a.jsonl+self"
     record = harness.calibration_record({"calibration": None, "config": {"text": {"calibration": given}}})
     assert record["calibration"] == "a.jsonl+a.jsonl+self"
+    alone = harness.calibration_files("a.jsonl", tmp_path)
+    assert alone == f"{tmp_path}/a.jsonl+{tmp_path}/a.jsonl"  # without the package's text
+    record = harness.calibration_record({"calibration": None, "config": {"text": {"calibration": alone}}})
+    assert record["calibration"] == "a.jsonl"
