@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
@@ -16,31 +17,64 @@ class Coordinates(nn.Module):
     has all of them.
     """
 
+    weight: nn.Parameter
+
     def __init__(self, width: int, rank: int) -> None:
         super().__init__()
         self.sizes = rank, width - rank
-        self.weight = nn.Parameter(torch.empty(width - rank, rank), requires_grad=False)
         self.columns: torch.Tensor
         self.register_buffer("columns", torch.arange(width))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """States `(tokens, width)` -> `(tokens, rank)`, which stand for them."""
+    def parts(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """States `(tokens, width)` -> the first coordinates `(tokens, rank)` and the others."""
         if x.dtype == torch.float32:
             chosen = x.index_select(-1, self.columns)  # a CPU gathers slower, but faster in other dtypes
         else:
             chosen = x.gather(-1, self.columns.expand(x.shape))
         first, others = chosen.split(self.sizes, dim=-1)
+        return first, others
+
+
+class Read(Coordinates):
+    """What a linear reads through. vLLM's own linear multiplies, which a CPU does from weights that it has packed."""
+
+    def __init__(self, width: int, rank: int) -> None:
+        super().__init__(width, rank)
+        self.quant_method = UnquantizedLinearMethod()  # by this name vLLM finds what it packs
+        dtype, inputs = torch.get_default_dtype(), width - rank
+        self.quant_method.create_weights(self, inputs, [rank], inputs, rank, dtype, weight_loader=_load_transposed)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """States `(tokens, width)` -> `(tokens, rank)`, which stand for them."""
+        first, others = self.parts(x)
+        return first + self.quant_method.apply(self, others)
+
+
+def _load_transposed(weight: torch.Tensor, loaded: torch.Tensor) -> None:
+    weight.data.copy_(loaded.T)
+
+
+def read_of(width: int, rank: int) -> nn.Module:
+    """Return what a linear of this rank reads through; nothing for rank 0, a whole linear."""
+    return Read(width, rank) if rank else nn.Identity()
+
+
+class TableMap(Coordinates):
+    """What makes the whole width from the rows of a table, and what the table reads through as an output head."""
+
+    def __init__(self, width: int, rank: int) -> None:
+        super().__init__(width, rank)
+        self.weight = nn.Parameter(torch.empty(width - rank, rank), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """States `(tokens, width)` -> `(tokens, rank)`, which stand for them."""
+        first, others = self.parts(x)
         return torch.addmm(first, others, self.weight)
 
     def expand(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows `(tokens, rank)` -> `(tokens, width)`."""
         every = torch.cat((rows, nn.functional.linear(rows, self.weight)), dim=-1)
         return torch.empty_like(every).scatter(-1, self.columns.expand(every.shape), every)
-
-
-def coordinates_of(width: int, rank: int) -> nn.Module:
-    """Return what a linear of this rank reads through; nothing for rank 0, a whole linear."""
-    return Coordinates(width, rank) if rank else nn.Identity()
 
 
 class Embedding(nn.Module):
@@ -53,7 +87,7 @@ class Embedding(nn.Module):
         self.tables: Any = nn.ModuleList(
             [VocabParallelEmbedding(rows, rank) for rows, rank in zip(self.rows, ranks, strict=True)]
         )
-        self.maps: Any = nn.ModuleList([coordinates_of(width, rank if rank < width else 0) for rank in ranks])
+        self.maps: Any = nn.ModuleList([TableMap(width, rank) if rank < width else nn.Identity() for rank in ranks])
         self.logits_of_range: Any = nn.ModuleList([LogitsProcessor(rows) for rows in self.rows])
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -63,7 +97,7 @@ class Embedding(nn.Module):
         for rows, table, to_width in zip(self.rows, self.tables, self.maps, strict=True):
             number = tokens - start
             found = table(number.clamp(0, rows - 1))
-            if isinstance(to_width, Coordinates):
+            if isinstance(to_width, TableMap):
                 found = to_width.expand(found)
             # a later range takes its tokens from the earlier ones
             embedded = found if embedded is None else torch.where((number >= 0).unsqueeze(-1), found, embedded)
