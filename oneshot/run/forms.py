@@ -73,14 +73,15 @@ def better_form(config: Config, model: Model, form: Form) -> Form | None:
 
 
 def _best_form(config: Config, model: Model) -> Form:
-    """Return the per-layer form if the method plans ranks in it, or if no stock config can state what is asked for.
+    """Return the per-layer form if ranks can be planned in it, or if no stock config can state what is asked for.
 
-    Otherwise it is the stock form.
+    Otherwise it is the stock form. Who leaves ranks out still gains by layers with sizes of their own.
     """
     per_layer, stock = form_of("per-layer", model.family), form_of("stock", model.family)
-    method = _method_in(per_layer, config, model)
-    gains = method is not None and (method.plans_ranks or _method_in(stock, config, model) is None)
-    return per_layer if gains else stock
+    with_ranks = _method_in(per_layer, replace(config, method=replace(config.method, ranks=AUTO)), model)
+    plans_ranks = with_ranks is not None and with_ranks.plans_ranks
+    holds_alone = _method_in(per_layer, config, model) is not None and _method_in(stock, config, model) is None
+    return per_layer if plans_ranks or holds_alone else stock
 
 
 def _method_in(form: Form, config: Config, model: Model) -> Method | None:

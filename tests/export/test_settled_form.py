@@ -17,7 +17,8 @@ from oneshot.settings import RECIPE_NAME
         ({"family": "qwen3"}, {}, "per-layer"),
         ({"family": "gemma3_text"}, {}, "per-layer"),
         ({}, {"value_size": 4}, "per-layer"),  # no stock config of a Llama states it with whole queries
-        ({}, {"recipe": "flap"}, "stock"),  # plans no ranks
+        ({}, {"ranks": "none"}, "per-layer"),  # has sizes of its own for every layer
+        ({}, {"recipe": "flap"}, "stock"),  # has no place for ranks
         ({}, {"recipe": "tcsp"}, "stock"),
         ({}, {"recipe": "stat"}, "stock"),
         ({}, {"recipe": "group-pca", "group_size": 2}, "per-layer"),
