@@ -389,8 +389,9 @@ def test_an_eighth_of_the_text_is_from_builtin_but_1024_tokens_of_few(
         {"sparsity": 0.0, "quantise": "w8a8"},
         {"sequence_length": 128},
         {"correction": "none", "ffn": "none", "heads": "magnitude", "sparsity": 0.03},
+        {"recipe": "stat"},
     ],
-    ids=["nothing goes", "little text", "heads"],
+    ids=["nothing goes", "little text", "heads", "a paper's method"],
 )
 def test_other_runs_read_one_source_alone(
     changes: dict[str, Any], make_checkpoint: MakeCheckpoint, make_config: MakeConfig, text_file: Path

@@ -186,8 +186,8 @@ class Run:
         self._calibration.check()
 
     def broaden_text(self) -> None:
-        """Also read the package's text where `broadened` says so; nothing is read yet."""
-        if self.method.reduces_ffn:
+        """Also read the package's text where `broadened` says so, but not for a paper's method; nothing is read yet."""
+        if self.config.recipe == "oneshot" and self.method.reduces_ffn:
             self.config = replace(self.config, text=broadened(self.config.text, self.model))
             self._calibration = Calibration(self.config, self.model, self._outputs, self.tracker)
 
