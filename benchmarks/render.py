@@ -51,7 +51,7 @@ from tables.runs import memory_table, overhead_table
 from tables.serve_speed import serve_speed_table
 from tables.speed import every_speed_table
 from tables.tasks import written_table
-from tables.tensor_types import own_types, own_types_lost, own_types_table, size_and_types_table
+from tables.tensor_types import own_types, own_types_lost, own_types_table, size_and_types_table, types_speed_table
 
 DOCUMENTS = (
     ROOT / "README.md",
@@ -81,6 +81,7 @@ TABLES = {
     "overhead": (overhead_table, "overhead"),
     "memory": (memory_table, "memory"),
     "own_types": (own_types_table, "tensor_types"),
+    "types_speed": (types_speed_table, "types_speed"),
     "size_and_types": (size_and_types_table, "size_and_types"),
     "pareto": (pareto_table, "pareto"),
     "pareto_frontier": (pareto_frontier_table, "pareto"),

@@ -34,15 +34,23 @@ def own_types_table() -> str:
             cells.append(f"{own:.3f} / {other:.3f} = **{own / other:.2f}**")
         by_text = {row["text"]: row["lost_nats"] for row in theirs}
         shares = [row["lost_nats"] / by_text[row["text"]] for row in ours if by_text[row["text"]] > 0]
-        lines.append([*cells, f"{max(shares):.2f}"])
+        lines.append([*cells, f"{max(shares):.2f}", str(len(ours))])
     chunks = token_span({row["chunks"] for row in newest})
     return markdown(
-        ["model", "file of llama-quantize", "MB", "divergence, ours / theirs", "log-loss, ours / theirs", "worst text"],
+        [
+            "model",
+            "file of llama-quantize",
+            "MB",
+            "divergence, ours / theirs",
+            "log-loss, ours / theirs",
+            "worst text",
+            "texts",
+        ],
         lines,
         "Nats a token more than F16, mean over the texts, and the log-loss ÷ theirs of the worst of them. Both have an "
         f"importance matrix of the same {token_span({row['calibration_tokens'] for row in newest})} tokens of "
         f"{newest[0]['calibration']}; {chunks} chunks of 512 tokens of each of "
-        f"{', '.join(dict.fromkeys(row['text'] for row in newest))} (fewer texts of larger models), by "
+        f"{', '.join(dict.fromkeys(row['text'] for row in newest))}, by "
         f"llama-perplexity; {origin(newest)}.",
     )
 
@@ -65,6 +73,30 @@ def size_and_types_table() -> str:
         f"Perplexity ÷ the dense model's, geometric mean over {', '.join(first['perplexity'])}. Both from the same "
         f"profile of {token_span({row['calibration_tokens'] for row in rows})} tokens of {first['calibration']}; "
         f"{origin(rows)}.",
+    )
+
+
+def types_speed_table() -> str:
+    """Return tokens for each CPU second of both files, type by type."""
+    rows = latest(read_rows("types_speed"), "model", "types")
+    by_name = {(row["model"], row["types"]): row for row in rows}
+    lines = []
+    for model, kind in by_name:
+        ours, theirs = by_name.get((model, f"{OWN}{kind}")), by_name[model, kind]
+        if ours is None:
+            continue
+        cells = [model, kind, f"{theirs['bytes'] / 1e6:.1f}"]
+        for measure in ("prefill", "decode"):
+            own, other = (row[f"{measure}_tokens_per_cpu_second"] for row in (ours, theirs))
+            cells.append(f"{own:.0f} / {other:.0f} = **{own / other:.2f}**")
+        lines.append(cells)
+    whole = next(row for row in rows if row["types"] == "F16")
+    return markdown(
+        ["model", "file of llama-quantize", "MB", "prefill, ours / theirs", "decoding, ours / theirs"],
+        lines,
+        f"Tokens for each CPU second, the best of {token_span({row['rounds'] for row in rows})} rounds of "
+        f"llama-bench (512 tokens, and 64 tokens written). F16: {whole['prefill_tokens_per_cpu_second']:.0f} and "
+        f"{whole['decode_tokens_per_cpu_second']:.0f}. {origin(rows)}.",
     )
 
 

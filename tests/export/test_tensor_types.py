@@ -33,23 +33,33 @@ def log_probabilities(folder: str, scratch: Path, token_ids: torch.Tensor) -> to
         return model(token_ids).logits.double().log_softmax(-1)
 
 
-@pytest.mark.parametrize("options", [{"tied": False}, {"tied": True}, GEMMA3], ids=("untied", "tied", "gemma3"))
+@pytest.mark.parametrize(
+    ("options", "bits"),
+    [({"tied": False}, 5.2), ({"tied": True}, 5.2), (GEMMA3, 5.2), ({"hidden": 256, "width": 512}, 3.6)],
+    ids=("untied", "tied", "gemma3", "blocks of 256"),
+)
 def test_the_damage_is_the_divergence_of_the_file(
-    options: dict[str, Any], make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path, caplog: Any
+    options: dict[str, Any],
+    bits: float,
+    make_checkpoint: MakeCheckpoint,
+    make_config: MakeConfig,
+    tmp_path: Path,
+    caplog: Any,
 ) -> None:
     """Half the weighed squares of errors are the divergence from the whole model, which is measured here."""
-    folder = make_checkpoint(hidden=64, width=96, **options)
+    folder = make_checkpoint(**{"hidden": 64, "width": 96} | options)
     whole = make_config(folder, output=str(tmp_path / "whole"), **OPTIONS)
-    config = make_config(folder, output=str(tmp_path / "small"), bits=5.2, **OPTIONS)
+    config = make_config(folder, output=str(tmp_path / "small"), bits=bits, **OPTIONS)
     compress(whole)
     with caplog.at_level("INFO", logger="oneshot"):
         compress(config)
     told = float(caplog.text.split("types of the tensors cost ")[1].split(" nats")[0])
     reader = gguf.GGUFReader(Path(config.output) / "model.gguf")
     matrices = [tensor for tensor in reader.tensors if len(tensor.shape) == 2]
-    assert sum(int(one.n_bytes) for one in matrices) * 8 <= 5.2 * sum(int(one.n_elements) for one in matrices)
+    assert sum(int(one.n_bytes) for one in matrices) * 8 <= bits * sum(int(one.n_elements) for one in matrices)
     kinds = {tensor.name: tensor.tensor_type.name for tensor in matrices}
     assert len(set(kinds.values())) > 1
+    assert any(gguf.GGML_QUANT_SIZES[tensor.tensor_type][0] == 256 for tensor in matrices) == (bits < 4)
     lines = dict(line.split("=") for line in (Path(config.output) / TYPES_NAME).read_text().splitlines())
     chosen = {name: [kind for pattern, kind in lines.items() if re.search(pattern, name)] for name in kinds}
     assert chosen == {name: [kind.lower()] for name, kind in kinds.items()}

@@ -1,0 +1,62 @@
+"""CPU seconds of prefill and decoding in llama.cpp: types per tensor beside llama-quantize's files of equal bytes.
+
+The files are of `tensor_types.py`. Every round runs llama-bench on one file after another, with one thread. What a
+process takes beside the work is removed: the seconds of one repetition are taken from the seconds of several.
+CPU seconds, unlike seconds of the clock, hardly know of other processes. One row for each file goes to
+`types_speed.jsonl`, with the least of its rounds.
+"""
+
+import os
+import subprocess
+from pathlib import Path
+
+from harness import Row, append_row, parser, provenance
+
+PREFILL, DECODE = 512, 64  # tokens
+REPETITIONS = 2
+
+
+def cpu_seconds(bench: Path, model: Path, *size: str, repetitions: int) -> float:
+    """Return the CPU seconds of a whole call of llama-bench."""
+    before = os.times()
+    options = ["-m", model, *size, "-r", repetitions, "-t", 1]
+    subprocess.run([bench, *map(str, options)], check=True, capture_output=True)
+    after = os.times()
+    return after.children_user + after.children_system - before.children_user - before.children_system
+
+
+def seconds_each(bench: Path, model: Path, *size: str) -> float:
+    """Return the CPU seconds of one repetition."""
+    once, several = (cpu_seconds(bench, model, *size, repetitions=count) for count in (1, 1 + REPETITIONS))
+    return (several - once) / REPETITIONS
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--name", required=True, help="of the model, for the rows")
+    options.add_argument("--programs", type=Path, required=True, help="folder of llama.cpp's programs")
+    options.add_argument("--folder", type=Path, required=True, help="of the files of tensor_types.py")
+    options.add_argument("--types", nargs="+", default=["Q4_K_M", "Q3_K_M", "Q2_K"])
+    options.add_argument("--rounds", type=int, default=3)
+    arguments = options.parse_args()
+    bench, folder = arguments.programs / "llama-bench", arguments.folder
+    files = {"F16": folder / "plain" / "model.gguf"}
+    for kind in arguments.types:
+        files |= {kind: folder / f"{kind}.gguf", f"own types at {kind}": folder / f"{kind}-own-types.gguf"}
+    rounds: dict[str, list[Row]] = {name: [] for name in files}
+    for _ in range(arguments.rounds):
+        for name, path in files.items():
+            prefill = seconds_each(bench, path, "-p", str(PREFILL), "-n", "0")
+            decode = seconds_each(bench, path, "-p", "0", "-n", str(DECODE))
+            rounds[name].append({"prefill": PREFILL / prefill, "decode": DECODE / decode})
+            print(name, rounds[name][-1], flush=True)
+    for name, path in files.items():
+        row = {"model": arguments.name, "types": name, "bytes": path.stat().st_size}
+        for measure in ("prefill", "decode"):
+            found = [one[measure] for one in rounds[name]]
+            row |= {f"{measure}_tokens_per_cpu_second": max(found), f"{measure}_of_rounds": found}
+        append_row("types_speed", row | {"rounds": arguments.rounds} | provenance())
+
+
+if __name__ == "__main__":
+    main()
