@@ -69,10 +69,10 @@ def test_importance_is_llama_imatrixs(
         np.testing.assert_allclose(tensor.data, expected[tensor.name].data, rtol=2e-3, err_msg=tensor.name)
 
 
-def test_types_of_tensors_have_the_bytes_of_llama_quantize(
+def test_types_of_tensors_are_what_llama_quantize_makes_of_them(
     save_model: Callable[..., Path], make_config: MakeConfig, tmp_path: Path
 ) -> None:
-    """Also in blocks of 256, with our importance and our types. Compilers round a few blocks otherwise."""
+    """Also in blocks of 256, with our importance and our types. Error feedback moves each value by a step or so."""
     pytest.importorskip("libgguf")
     source = save_model(build_model(**SIZES | {"width": 512}))
     options = {"form": "gguf", "sparsity": 0.0}
@@ -84,8 +84,12 @@ def test_types_of_tensors_have_the_bytes_of_llama_quantize(
     subprocess.run([str(one) for one in command], check=True, capture_output=True)
     ours = {tensor.name: tensor for tensor in gguf.GGUFReader(own / "model.gguf").tensors}
     theirs = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    whole = {tensor.name: tensor for tensor in gguf.GGUFReader(plain / "model.gguf").tensors}
     assert {gguf.GGML_QUANT_SIZES[tensor.tensor_type][0] for tensor in ours.values()} >= {32, 256}
     layers = {name for name in ours if name.startswith("blk.")}  # the tables have options of their own
     assert {name: ours[name].tensor_type for name in layers} == {name: theirs[name].tensor_type for name in layers}
     for name in layers:
-        assert (ours[name].data == theirs[name].data).mean() > 0.99, name
+        assert ours[name].data.shape == theirs[name].data.shape
+        values = [gguf.dequantize(one[name].data, one[name].tensor_type) for one in (ours, theirs, whole)]
+        lost, lost_by_theirs = (np.linalg.norm(one - values[2]) for one in values[:2])
+        assert lost <= 1.6 * lost_by_theirs, name

@@ -23,8 +23,9 @@ LARGER: dict[str, Any] = {
     "layers": 2,
     "tied": True,
 }
-# groups of the rounded weights, and the largest difference of a log-probability; W8A8 also rounds what a linear reads
-FORMATS: dict[str, tuple[int | None, float]] = {"W4A16": (GROUP, 0.05), "W8A8": (None, 0.25)}
+# groups of the rounded weights, and the largest difference of a log-probability. vLLM rounds to bfloat16 once more
+# where a linear of low rank reads, and W8A8 also what a linear reads
+FORMATS: dict[str, tuple[int | None, float]] = {"W4A16": (GROUP, 0.08), "W8A8": (None, 0.25)}
 
 
 def test_two_processes_answer_as_the_rounded_weights_do(

@@ -28,7 +28,7 @@ from vllm.model_executor.utils import set_weight_attrs
 
 from oneshot_vllm.adapters import Adaptable
 from oneshot_vllm.config import OneshotConfig
-from oneshot_vllm.low_rank import read_of
+from oneshot_vllm.low_rank import coordinates_of
 
 # of attention's backends in vLLM; smaller heads get zeros
 HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -78,7 +78,7 @@ class OneshotAttention(Adaptable):
         width, bias = sizes["hidden_size"], sizes["attention_bias"]
         rank = sizes["query_key_rank"]
         queries, keys, values = heads * self.key_size, groups * self.key_size, groups * self.value_size
-        self.qk_read = read_of(width, rank)
+        self.qk_read = coordinates_of(width, rank)
         if groups % num_gpus:
             reads = rank or width
             self.q_proj = ColumnParallelLinear(reads, queries, bias=bias, **made.linear(f"{prefix}.q_proj"))
@@ -95,7 +95,7 @@ class OneshotAttention(Adaptable):
             )
         self.own_sizes = [self.heads * self.key_size, self.groups * self.key_size, self.groups * self.value_size]
         rank, read = sizes["output_rank"], heads * self.value_size
-        self.o_read = read_of(read, rank)
+        self.o_read = coordinates_of(read, rank)
         self.o_proj = RowParallelLinear(
             rank or read,
             sizes["middle_size"],
@@ -201,10 +201,10 @@ class OneshotMLP(Adaptable):
             self.act_and_mul = get_act_and_mul_fn(config.hidden_act)
         else:
             self.act_fn = ACT2FN[config.hidden_act]
-            self.up_read = read_of(middle, up_rank)
+            self.up_read = coordinates_of(middle, up_rank)
             self.up_proj = ColumnParallelLinear(up_rank or middle, width, bias=bias, **made.linear(f"{prefix}.up_proj"))
             if self.gated:
-                self.gate_read = read_of(middle, gate_rank)
+                self.gate_read = coordinates_of(middle, gate_rank)
                 self.gate_proj = ColumnParallelLinear(
                     gate_rank or middle, width, bias=bias, **made.linear(f"{prefix}.gate_proj")
                 )

@@ -6,47 +6,35 @@ import torch
 from torch import nn
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 
 
 class Coordinates(nn.Module):
     """`rank` numbers that stand for `width` coordinates which a matrix of low rank reads or makes.
 
     `columns` lists the coordinates: first `rank` of them, then the others, which are linear in the first ones by
-    `weight (others, rank)`. So `W x = W' (x[first] + x[others] weight)`, with the first columns `W'` of W. Every GPU
-    has all of them.
+    `weight (rank, others)`. So `W x = W' (x[first] + weight x[others])`, with the first columns `W'` of W. Every GPU
+    has all of them. vLLM's own linear multiplies, which a CPU does from weights that it has packed.
     """
 
     weight: nn.Parameter
 
-    def __init__(self, width: int, rank: int) -> None:
+    def __init__(self, width: int, rank: int, method: Any) -> None:
         super().__init__()
         self.sizes = rank, width - rank
         self.columns: torch.Tensor
         self.register_buffer("columns", torch.arange(width))
+        self.quant_method = method  # by this name vLLM finds what it packs
+        dtype, inputs = torch.get_default_dtype(), width - rank
+        method.create_weights(self, inputs, [rank], inputs, rank, dtype, weight_loader=_load_transposed)
 
-    def parts(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """States `(tokens, width)` -> the first coordinates `(tokens, rank)` and the others."""
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """States `(tokens, width)` -> `(tokens, rank)`, which stand for them."""
         if x.dtype == torch.float32:
             chosen = x.index_select(-1, self.columns)  # a CPU gathers slower, but faster in other dtypes
         else:
             chosen = x.gather(-1, self.columns.expand(x.shape))
         first, others = chosen.split(self.sizes, dim=-1)
-        return first, others
-
-
-class Read(Coordinates):
-    """What a linear reads through. vLLM's own linear multiplies, which a CPU does from weights that it has packed."""
-
-    def __init__(self, width: int, rank: int) -> None:
-        super().__init__(width, rank)
-        self.quant_method = UnquantizedLinearMethod()  # by this name vLLM finds what it packs
-        dtype, inputs = torch.get_default_dtype(), width - rank
-        self.quant_method.create_weights(self, inputs, [rank], inputs, rank, dtype, weight_loader=_load_transposed)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """States `(tokens, width)` -> `(tokens, rank)`, which stand for them."""
-        first, others = self.parts(x)
         return first + self.quant_method.apply(self, others)
 
 
@@ -54,26 +42,20 @@ def _load_transposed(weight: torch.Tensor, loaded: torch.Tensor) -> None:
     weight.data.copy_(loaded.T)
 
 
-def read_of(width: int, rank: int) -> nn.Module:
+def coordinates_of(width: int, rank: int) -> nn.Module:
     """Return what a linear of this rank reads through; nothing for rank 0, a whole linear."""
-    return Read(width, rank) if rank else nn.Identity()
+    return Coordinates(width, rank, UnquantizedLinearMethod()) if rank else nn.Identity()
 
 
 class TableMap(Coordinates):
-    """What makes the whole width from the rows of a table, and what the table reads through as an output head."""
+    """What a table reads through as an output head, and what makes the whole width from its rows."""
 
     def __init__(self, width: int, rank: int) -> None:
-        super().__init__(width, rank)
-        self.weight = nn.Parameter(torch.empty(width - rank, rank), requires_grad=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """States `(tokens, width)` -> `(tokens, rank)`, which stand for them."""
-        first, others = self.parts(x)
-        return torch.addmm(first, others, self.weight)
+        super().__init__(width, rank, UnquantizedEmbeddingMethod())  # which keeps the weight beside a packed one
 
     def expand(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows `(tokens, rank)` -> `(tokens, width)`."""
-        every = torch.cat((rows, nn.functional.linear(rows, self.weight)), dim=-1)
+        every = torch.cat((rows, rows @ self.weight), dim=-1)
         return torch.empty_like(every).scatter(-1, self.columns.expand(every.shape), every)
 
 
