@@ -210,7 +210,7 @@ class Run:
         if self.config.text != self.asked_text and self.machine.workers.is_main:
             self.tracker.say(
                 f"{self._calibration.num_read[BUILTIN]} of the {text.num_sequences} sequences are from {BUILTIN}, so "
-                "that what one source of text lacks stays in the model; --calibration TEXT+TEXT reads TEXT alone."
+                "that what one source of text lacks stays in the model; a source named twice, TEXT+TEXT, is read alone."
             )
         return text
 
