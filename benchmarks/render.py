@@ -51,7 +51,14 @@ from tables.runs import memory_table, overhead_table
 from tables.serve_speed import serve_speed_table
 from tables.speed import every_speed_table
 from tables.tasks import written_table
-from tables.tensor_types import own_types, own_types_lost, own_types_table, size_and_types_table, types_speed_table
+from tables.tensor_types import (
+    own_types,
+    own_types_lost,
+    own_types_table,
+    own_types_without_unknown,
+    size_and_types_table,
+    types_speed_table,
+)
 
 DOCUMENTS = (
     ROOT / "README.md",
@@ -108,6 +115,7 @@ VALUES = {
     "num_families": num_families,
     "own_types": own_types,
     "own_types_lost": own_types_lost,
+    "own_types_without_unknown": own_types_without_unknown,
     "seconds_of_7b": seconds_of_7b,
     "seconds_of_coder": seconds_of_coder,
     "faster_7b": faster_7b,

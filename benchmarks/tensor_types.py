@@ -3,11 +3,13 @@
 The model is a dense folder of the Llama type off any quantised grid. Both calibrate on the same text.
 llama-perplexity judges the second halves of chunks of texts of other kinds, against the predictions of the file in F16:
 by divergence, and by the log-loss, which few tokens leave to chance. One row for each file and text goes to
-`tensor_types.jsonl`. A file that is there is not made again, so an interrupted call continues.
+`tensor_types.jsonl`. A file that is there is not made again, so an interrupted call continues; its rows then state no
+predicted loss.
 """
 
 import re
 import subprocess
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -17,8 +19,8 @@ from judging import CODE, KINDS, kind_text
 from oneshot import Config
 from oneshot.export.result_model import result_importance
 from oneshot.export.result_of_stock import open_result
-from oneshot.export.result_sensitivity import SENSITIVITY_TOKENS, output_squares
-from oneshot.export.tensor_types import beside_bytes, chosen_types, damage_of, priced_tensors, write_quantised
+from oneshot.export.result_sensitivity import SENSITIVITY_TOKENS
+from oneshot.export.tensor_types import Priced, beside_bytes, chosen_types, damage_of, price_result, write_quantised
 from oneshot.machine import Machine
 from oneshot.machine.workers import ALONE
 from oneshot.pipeline import compress
@@ -26,6 +28,9 @@ from oneshot.text import load_text, load_tokenizer
 from oneshot.text.token_files import save_token_ids
 
 LENGTH = 512  # tokens of a chunk
+WITHOUT_UNKNOWN = (
+    "wikitext2-without-unk"  # in which one word of sixteen is `<unk>`: its first token decides the log-loss
+)
 
 
 def run(*command: str | Path | int) -> str:
@@ -87,29 +92,34 @@ def main() -> None:
         run(programs / "llama-imatrix", "-m", source, *same, "-c", LENGTH, "-t", threads, "-o", matrix)
     machine = Machine(torch.device("cpu"), getattr(torch, arguments.dtype), folder, ALONE, batch_size=4)
     few = text.first(SENSITIVITY_TOKENS)
-    with torch.no_grad():
-        inputs = result_importance(open_result(source, text, machine), lambda tokens: None)
-        model = open_result(source, few, machine)
-        outputs = output_squares(model, 0, lambda tokens: None)
-    seen = torch.bincount(few.token_ids.flatten(), minlength=model.config["vocab_size"]) / few.num_tokens
-    priced = priced_tensors(model, inputs, outputs, seen)
-    names = {one.module: model.source.name_of(f"{one.module}.weight") for one in priced}
+
+    @cache
+    def prices() -> tuple[list[Priced], dict[str, str]]:
+        with torch.no_grad():
+            inputs = result_importance(open_result(source, text, machine), lambda tokens: None)
+        return price_result(source, inputs, few, machine, 0)
+
     files: dict[str, tuple[Path, float | None]] = {}
     for kind in arguments.types:
         theirs, ours = folder / f"{kind}.gguf", folder / f"{kind}-own-types.gguf"
         if not theirs.exists():
             pure = ["--pure"] * kind.endswith("-pure")
             run(programs / "llama-quantize", "--imatrix", matrix, *pure, source, theirs, kind.removesuffix("-pure"))
-        budget = theirs.stat().st_size - beside_bytes(source, names)
-        kinds = chosen_types(priced, budget)
+        damage = None
         if not ours.exists():
+            priced, names = prices()
+            kinds = chosen_types(priced, theirs.stat().st_size - beside_bytes(source, names))
+            damage = damage_of(priced, kinds)
             ours.symlink_to(source)  # which the result replaces
             with torch.no_grad():
                 write_quantised(ours, priced, kinds, names, open_result(source, text, machine), lambda layer: None)
-        files |= {kind: (theirs, None), f"own types at {kind}": (ours, damage_of(priced, kinds))}
+        files |= {kind: (theirs, None), f"own types at {kind}": (ours, damage)}
     for kind in arguments.kinds:
         words, logits = folder / f"{kind}.txt", folder / "logits.bin"
-        words.write_text(kind_text(kind, arguments.data_dir))
+        if kind == WITHOUT_UNKNOWN:
+            words.write_text(kind_text("wikitext2", arguments.data_dir).replace(" <unk>", ""))
+        else:
+            words.write_text(kind_text(kind, arguments.data_dir))
         saved = ["-f", words, "-c", LENGTH, "--chunks", arguments.chunks, "-t", arguments.threads]
         run(programs / "llama-perplexity", "-m", source, "--save-all-logits", logits, *saved)
         for name, (path, damage) in files.items():

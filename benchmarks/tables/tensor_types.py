@@ -8,6 +8,7 @@ from harness import Row, latest, read_rows
 from tables.cells import markdown, origin, token_span
 
 OWN = "own types at "
+WITHOUT_UNKNOWN = "wikitext2-without-unk"
 SMOL, CODER = "SmolLM2-135M", "Qwen2.5-Coder-0.5B"
 
 
@@ -19,6 +20,13 @@ def own_types() -> str:
 def own_types_lost() -> str:
     """Return the same of the log-loss, whose error is larger: its mean over texts is a small difference."""
     return f"{_shares(SMOL, 'lost_nats')}, and Qwen2.5-Coder-0.5B {_shares(CODER, 'lost_nats')}"
+
+
+def own_types_without_unknown() -> str:
+    """Return the log-loss of both files at Q4_K_M on WikiText-2 without `<unk>`, with standard errors."""
+    rows = latest([row for row in read_rows("tensor_types") if row["text"] == WITHOUT_UNKNOWN], "model", "types")
+    lost = {row["types"]: f"{row['lost_nats']:.3f} ± {row['lost_nats_error']:.3f}" for row in rows}
+    return f"{lost[f'{OWN}Q4_K_M']} nats, and llama-quantize's {lost['Q4_K_M']}"
 
 
 def own_types_table() -> str:
@@ -102,7 +110,7 @@ def types_speed_table() -> str:
 
 def _newest() -> list[Row]:
     """Return the newest rows, of each model those with the settings of its last one."""
-    rows = [row for row in read_rows("tensor_types") if "divergence" in row]
+    rows = [row for row in read_rows("tensor_types") if "divergence" in row and row["text"] != WITHOUT_UNKNOWN]
     settings = {row["model"]: (row["chunks"], row["calibration_tokens"]) for row in rows}
     rows = [row for row in rows if (row["chunks"], row["calibration_tokens"]) == settings[row["model"]]]
     return latest(rows, "model", "types", "text")

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from oneshot.compression.overflow import refuse_overflow
+from oneshot.compression.statistics import GramAccumulator, Statistics
 from oneshot.export.result_model import EMBEDDING, HEAD, Advance, ResultModel
 from oneshot.machine.transfer import uploaded
 from oneshot.stream import ActivationStore, InputSquares
@@ -16,8 +17,8 @@ SENSITIVITY_TOKENS = 8192
 HEAD_INPUTS = f"{HEAD}.inputs"
 
 
-def output_squares(model: ResultModel, seed: int, advance: Advance) -> InputSquares:
-    """Return the sums of squared gradients at the outputs of a result's linears, by their names.
+def output_squares(model: ResultModel, seed: int, advance: Advance) -> tuple[InputSquares, Statistics]:
+    """Return the sums of squared gradients at the outputs of a result's linears, and the Gram of what its head reads.
 
     The loss is of tokens that are drawn from the prediction, so the means over tokens are the diagonal of the Fisher
     matrix at these outputs. The gradient at the embedding's rows has the name of its module. The output head has the
@@ -33,7 +34,7 @@ def output_squares(model: ResultModel, seed: int, advance: Advance) -> InputSqua
             states[-1].write(batch.rows, layer.run(model.read_batch(states[-2], batch)))
             advance(batch.token_ids.numel())
     gradients = states.pop()
-    _start(model, gradients, squares, seed)
+    of_head = _start(model, gradients, squares, seed)
     for number in reversed(range(model.num_layers)):
         layer = model.layer(number)
         linears: dict[str, nn.Module] = {
@@ -53,21 +54,26 @@ def output_squares(model: ResultModel, seed: int, advance: Advance) -> InputSqua
         squares.add_rows_(EMBEDDING, gradients.read(batch.rows) * model.embedding_scale)
     gradients.close()
     refuse_overflow(*squares.sums.values())
-    return squares
+    return squares, of_head
 
 
-def _start(model: ResultModel, last: ActivationStore, squares: InputSquares, seed: int) -> None:
-    """Replace the last states by the gradients of the loss of drawn tokens; sum what the output head needs."""
+def _start(model: ResultModel, last: ActivationStore, squares: InputSquares, seed: int) -> Statistics:
+    """Replace the last states by the gradients of the loss of drawn tokens; sum and return what the head reads."""
     head, number = model.output_head(), 0
+    size = model.source.shapes[f"{EMBEDDING}.weight"][1]
+    gram = GramAccumulator(size, output_size=None, device=model.machine.device)
     for batch in model.batches:
         states = model.read_batch(last, batch)
         for state in states:
-            squares.add_rows_(HEAD_INPUTS, head.norm(state))
+            read = head.norm(state)
+            squares.add_rows_(HEAD_INPUTS, read)
+            gram.update_(read)
             squares.add_(HEAD, head.probabilities(state), torch.ones(1))
             uniforms = torch.rand(len(state), generator=torch.Generator().manual_seed(seed + number))
             state.copy_(head.drawn_gradient(state, uploaded(uniforms, state.device)))
             number += 1
         last.write(batch.rows, states)
+    return gram.finish()
 
 
 @contextmanager

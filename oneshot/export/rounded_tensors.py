@@ -34,21 +34,22 @@ READERS = (
 
 
 class RoundedTensors:
-    """Round the matrices of a result: tables to the nearest, and layers in order, each on what is rounded before it.
+    """Round the matrices of a result: its tables, and layers in order, each on what is rounded before it.
 
     Args:
-        model: the result in 16 or 32 bits, with the text. kinds: the type of every matrix, by its module. importance:
-            of the columns of tables, by module. tell: receives the number of a layer before it is rounded.
+        model: the result in 16 or 32 bits, with the text. kinds: the type of every matrix, by its module. tables:
+            importance of the columns of tables, and the Gram of what an output head reads, by module. tell: receives
+            the number of a layer before it is rounded.
     """
 
     def __init__(
         self,
         model: ResultModel,
         kinds: Mapping[str, str],
-        importance: Mapping[str, np.ndarray | None],
+        tables: Mapping[str, tuple[np.ndarray | None, Statistics | None]],
         tell: Callable[[int], None],
     ) -> None:
-        self._model, self._kinds, self._importance, self._tell = model, kinds, importance, tell
+        self._model, self._kinds, self._tables, self._tell = model, kinds, tables, tell
         self._rounded, self._next = dict[str, np.ndarray](), 0
         table = model.table(EMBEDDING)
         self._rounded[EMBEDDING] = self._round_table(EMBEDDING, table)
@@ -69,8 +70,13 @@ class RoundedTensors:
     def _round_table(self, module: str, table: torch.Tensor) -> np.ndarray:
         """Return a table in its type, panel by panel; the values become what an engine reads."""
         kind, panels = self._kinds[module], []
+        importance, products = self._tables[module]
+        factor = None if products is None or block_of(kind) == 1 else block_factor(products, block_of(kind))
         for rows in table.split(max(1, PANEL_VALUES // table.shape[1])):
-            panels.append(quantise(rows.numpy(), kind, self._importance[module]))
+            if factor is None:
+                panels.append(quantise(rows.numpy(), kind, importance))
+            else:
+                panels.append(rounded_with_feedback(rows, kind, factor))
             rows.copy_(_read(module, rows, panels[-1], kind))
         return np.concatenate(panels)
 

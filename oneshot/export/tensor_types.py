@@ -9,13 +9,14 @@ import logging
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from oneshot.architecture import StackShape
+from oneshot.compression.statistics import Statistics
 from oneshot.config import Config
 from oneshot.errors import PlanError
 from oneshot.export.float16 import below_float16, beyond_float16
@@ -47,12 +48,14 @@ class Priced:
 
     Attributes:
         module: by the name of the per-layer form. shape: `(m, n)`. importance: what rounding weighs columns by; None:
-            nothing. kinds: names of types. damages: of each, in nats a token. bytes: of each.
+            nothing. products: of what the rows of an output head read; None of others. kinds: names of types. damages:
+            of each, in nats a token. bytes: of each.
     """
 
     module: str
     shape: tuple[int, int]
     importance: np.ndarray | None
+    products: Statistics | None
     kinds: tuple[str, ...]
     damages: np.ndarray
     bytes: np.ndarray
@@ -96,19 +99,20 @@ def price_result(
     """
     with torch.inference_mode(False), torch.no_grad():  # graphs take no tensors of inference mode
         model = open_result(path, text, machine)
-        outputs = output_squares(model, seed, lambda tokens: None)
+        outputs, of_head = output_squares(model, seed, lambda tokens: None)
     seen = torch.bincount(text.token_ids.flatten(), minlength=model.config["vocab_size"])
-    priced = priced_tensors(model, inputs, outputs, seen / text.num_tokens)
+    priced = priced_tensors(model, inputs, outputs, of_head, seen / text.num_tokens)
     return priced, {one.module: model.source.name_of(f"{one.module}.weight") for one in priced}
 
 
 def priced_tensors(
-    model: ResultModel, inputs: InputSquares, outputs: InputSquares, frequencies: torch.Tensor
+    model: ResultModel, inputs: InputSquares, outputs: InputSquares, of_head: Statistics, frequencies: torch.Tensor
 ) -> list[Priced]:
     """Return the matrices of a result with the damage of every type.
 
     Args:
-        inputs, outputs: of `result_importance` and `output_squares`. frequencies: shares `(N,)` of tokens in the text.
+        inputs, outputs, of_head: of `result_importance` and `output_squares`. frequencies: shares `(N,)` of tokens in
+            the text.
     """
     priced = []
     for name, shape in sorted(model.source.shapes.items()):
@@ -130,7 +134,8 @@ def priced_tensors(
             raise below_float16(module, float(np.abs(sample).max()))
         sizes = [bytes_of(shape, kind) for kind in damages]
         of_kinds = np.array(list(damages.values())), np.array(sizes, float)
-        priced.append(Priced(module, shape, importance, tuple(damages), *of_kinds))
+        products = _products(module, model.has_head, outputs, of_head)
+        priced.append(Priced(module, shape, importance, products, tuple(damages), *of_kinds))
     return priced
 
 
@@ -206,7 +211,8 @@ def write_quantised(
     """
     import gguf
 
-    matrices = RoundedTensors(model, kinds, {one.module: one.importance for one in priced}, tell)
+    tables = {one.module: (one.importance, one.products) for one in priced if one.module in (EMBEDDING, HEAD)}
+    matrices = RoundedTensors(model, kinds, tables, tell)
 
     reader, by_tensor = gguf.GGUFReader(path), {names[one.module]: one for one in priced}
     unfinished = path.with_name(path.name + UNFINISHED)
@@ -253,6 +259,20 @@ def _weights(
     if module == HEAD or not has_head:
         weights.append((_mean(outputs, HEAD), read_by_head))
     return (read_by_head if module == HEAD or not has_head else None), weights
+
+
+def _products(module: str, has_head: bool, outputs: InputSquares, of_head: Statistics) -> Statistics | None:
+    """Return the Gram of what the rows of the output head read; None of other matrices.
+
+    A token's row costs by this Gram as often as the token is predicted. A table that is also the embedding costs by the
+    gradients at its rows as often as the token is read, which is about as often, so their squares are added.
+    """
+    if module != (HEAD if has_head else EMBEDDING):
+        return None
+    if has_head:
+        return of_head
+    read = outputs.sums[EMBEDDING] * (of_head.num_rows / outputs.counts[EMBEDDING])
+    return replace(of_head, gram=of_head.gram + torch.diag(read).to(of_head.gram))
 
 
 def _mean(squares: InputSquares, name: str) -> np.ndarray:

@@ -144,8 +144,9 @@ def _importance(work: Work) -> list[Stage]:
     if work.schedule.chooses_types:
         number = one * min(math.ceil(SENSITIVITY_TOKENS / work.text.sequence_length), work.text.num_sequences)
         graph = computed(2 * batch.bytes, BATCH)
+        of_head = computed((DOUBLE + 2 * FLOAT) * shape.hidden_size**2)
         stores = (number,) * (shape.num_hidden_layers + 1)
-        listed.append(Stage("the sensitivity of tensors", (*layer, graph, Term(table)), own_stores=stores))
+        listed.append(Stage("the sensitivity of tensors", (*layer, graph, of_head, Term(table)), own_stores=stores))
         sizes = (
             shape.hidden_size,
             shape.hidden_size,

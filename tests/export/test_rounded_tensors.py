@@ -151,6 +151,36 @@ def test_layers_are_rounded_on_what_the_file_gives(
         assert 0.01 < float((stored - weight).norm() / weight.norm()) < 0.2
 
 
+@pytest.mark.parametrize("tied", [True, False], ids=("tied", "a head of its own"))
+def test_an_output_head_is_rounded_with_feedback(
+    tied: bool, make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    """By what it reads, which is measured here on the whole model."""
+    folder = make_checkpoint(hidden=64, width=96, tied=tied)
+    options: dict[str, Any] = {"form": "gguf", "sparsity": 0.0, "embedding": "none", "num_sequences": 64}
+    whole = make_config(folder, output=str(tmp_path / "whole"), **options)
+    small = make_config(folder, output=str(tmp_path / "small"), bits=5.2, **options)
+    compress(whole)
+    compress(small)
+    before, after = (RestoredModel(Path(each.output) / "model.gguf") for each in (whole, small))
+    model = load_model(open_folder(whole.output, tmp_path), device=torch.device("cpu"), dtype=torch.float32)
+    seen = GramAccumulator(64, output_size=None, device=torch.device("cpu"))
+    model.lm_head.register_forward_pre_hook(lambda _, inputs: seen.update_(inputs[0].flatten(0, -2)))
+    with torch.inference_mode():
+        model(calibration_tokens(small))
+    statistics = seen.finish()
+    name = "model.embed_tokens" if tied else "lm_head"
+    kinds = dict(line.split("=") for line in (Path(small.output) / "tensor-types.txt").read_text().splitlines())
+    kind = kinds[f"^{before.name_of(f'{name}.weight')}$".replace(".", r"\.")].upper()
+    weight, stored = (source.read([f"{name}.weight"])[f"{name}.weight"] for source in (before, after))
+    nearest = torch.from_numpy(rounded(weight.numpy(), kind, statistics.gram.diagonal().numpy()))
+    lost, by_nearest = (sum_of_squares(weight - one, statistics) for one in (stored, nearest))
+    assert lost < 0.98 * by_nearest  # of random states, which have few directions in common
+    if not tied:
+        found = rounded_with_feedback(weight, kind, block_factor(statistics, block_of(kind)))
+        torch.testing.assert_close(stored, torch.from_numpy(read_rows(found, kind, 64)), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("width", [65, 96], ids=("F16", "blocks"))
 def test_weights_beyond_float16_are_refused(
     width: int, save_model: Callable[..., Path], make_config: MakeConfig
