@@ -50,7 +50,7 @@ from tables.quantise import quantise_table
 from tables.runs import memory_table, overhead_table
 from tables.serve_speed import serve_speed_table
 from tables.speed import every_speed_table
-from tables.tasks import written_table
+from tables.tasks import acceptance_table, written_table
 from tables.tensor_types import (
     own_types,
     own_types_lost,
@@ -83,6 +83,7 @@ TABLES = {
     "own_text": (own_text_table, "quality"),
     "parts": (parts_table, "quality"),
     "written": (written_table, "quality"),
+    "acceptance": (acceptance_table, "little_text"),
     "every_speed": (every_speed_table, "speed"),
     "paired_parts": (paired_parts_table, "quality"),
     "overhead": (overhead_table, "overhead"),

@@ -1,11 +1,12 @@
-"""Table of answers that models write, beside answers chosen by likelihood."""
+"""Tables of answers that models write, beside answers chosen by likelihood and beside the tokens that dense accepts."""
 
 from statistics import fmean
 
-from harness import Row
-from judging import retention, task_values
+from harness import Row, read_rows
+from judging import CODE, KINDS, retention, task_values
 from quality_rows import quality_rows
 
+from oneshot.report.sharing import told_sources
 from tables.cells import markdown, origin, settings, standard_error
 
 
@@ -43,6 +44,36 @@ def written_table() -> str:
         f"in brackets the share of the dense model's that is kept.{likelihoods} The first {dense['task_limit']} "
         f"documents of each task; standard error {errors}. {dense['model']}, fp32; {origin([dense, *rows])}.",
     )
+
+
+def acceptance_table() -> str:
+    """Return by form and size what the dense model would accept of a result's tokens, and the sentences it copies."""
+    rows = [row for row in read_rows("little_text") if "tasks" in row]
+    if not rows:
+        return "Not measured yet."
+    dense = next(row for row in reversed(rows) if row["recipe"] == "dense")
+    newest = {(row["form"], row["asked"]): row for row in rows if row["recipe"] != "dense"}
+    lines = [["dense", "0", "1", "1", "1", "1", _copied(dense)]]
+    for (form, asked), row in sorted(newest.items()):
+        accepted = row["acceptance"]
+        cells = [form, f"{asked:.0%}", f"{row['score']:.3f}", f"{row['code_ratio']:.3f}"]
+        cells += [f"{fmean(accepted[kind] for kind in KINDS):.2f}", f"{accepted[CODE]:.2f}"]
+        lines.append([*cells, _copied(row)])
+    last = next(reversed(newest.values()))
+    return markdown(
+        ["form", "removed", "score", "code", "acceptance", "acceptance of code", "copied sentences"],
+        lines,
+        "Acceptance: `Σ min(p, q)` of the next token beside the dense model, the mean over the tokens of the first "
+        f"window of {last['sequence_length']:,} tokens of each kind of text, and over five kinds; code is Python's "
+        "library. Copied sentences are written by the model: exact match on the 48 documents of `oneshot_copy`, "
+        f"standard error about 6 points. {last['calibration_tokens']:,} tokens of "
+        f"{told_sources(last['calibration'])}, one seed; {dense['model']}, bfloat16; "
+        f"{origin([dense, *newest.values()])}.",
+    )
+
+
+def _copied(row: Row) -> str:
+    return f"{row['tasks']['oneshot_copy']:.0%}"
 
 
 def _same_documents(row: Row, dense: Row, kind: str) -> bool:

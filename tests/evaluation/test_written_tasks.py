@@ -162,3 +162,21 @@ def test_table_of_written_answers(show_rows: ShowRows) -> None:
     assert "written answers' mean 2.5 points, of the chosen ones' 2.5" in table
     scores = importlib.import_module("tables.quality").quality_table().splitlines()
     assert any("| **oneshot** |" in line and "| 1.50 |" in line and line.endswith("| 45.0% |") for line in scores)
+
+
+def test_table_of_acceptance(show_rows: ShowRows, judging: ModuleType) -> None:
+    """Check that the newest rows with tasks are shown, by form and size, and that code is outside of the mean."""
+    made = {"device": "CPU", "threads": 1, "commit": "abc", "dirty": False, "model": "M"}
+    dense = made | {"recipe": "dense", "tasks": {"oneshot_copy": 0.75}}
+    small = made | {"recipe": "oneshot", "form": "stock", "asked": 0.2, "score": 1.5, "code_ratio": 2.0}
+    small |= {"sequence_length": 1024, "calibration": "a.jsonl", "calibration_tokens": 8192}
+    accepted = dict.fromkeys(judging.KINDS, 0.5) | {"wikitext2": 0.75, "code": 0.25}
+    small |= {"acceptance": accepted, "tasks": {"oneshot_copy": 0.5}}
+    rows = [dense, small | {"score": 3.0}, small, small | {"form": "per-layer"}, made | {"recipe": "oneshot"}]
+    show_rows([], little_text=rows)
+    lines = importlib.import_module("tables.tasks").acceptance_table().splitlines()
+    assert lines[2:5] == [
+        "| dense | 0 | 1 | 1 | 1 | 1 | 75% |",
+        "| per-layer | 20% | 1.500 | 2.000 | 0.55 | 0.25 | 50% |",
+        "| stock | 20% | 1.500 | 2.000 | 0.55 | 0.25 | 50% |",
+    ]
