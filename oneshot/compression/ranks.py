@@ -38,6 +38,7 @@ from oneshot.machine.transfer import as_like
 from oneshot.stream import Layer
 from oneshot.tensors import Tensors
 
+FACTORS_EVERY = 8  # tokens of a batch; mean squares need fewer of them than a Gram does
 EIGEN_OPERATIONS = 48.0  # eigenvectors of n rows in float64, and products with their roots, ÷ n³
 
 
@@ -171,10 +172,13 @@ class RankAccumulator:
     ) -> None:
         """Add a batch of the stream before the sublayer.
 
-        If they are known: `inner`: what the writer reads. `factors`: of an FFN's neurons, see `Layer.neuron_factors`.
+        If they are known: `inner`: what the writer reads. `factors`: of an FFN's neurons, see `Layer.neuron_factors`;
+        else they are computed for some of the tokens.
         """
         self._inputs.update_(layer.normed(self._index, x).flatten(0, -2))
         branch_norm, scales = self._branch_norm, None
+        if factors is None and not isinstance(self._mixer, Attention):
+            x, inner = x.flatten(0, -2)[::FACTORS_EVERY], None
         if isinstance(self._mixer, Attention) or branch_norm is not None:
             inner = layer.inner(self._index, x) if inner is None else inner
         if branch_norm is not None and inner is not None:

@@ -9,6 +9,7 @@ from collections import defaultdict
 
 from oneshot.compression.expert_correction import solved_together
 from oneshot.compression.expert_removal import TOKENS_TOGETHER
+from oneshot.compression.ranks import FACTORS_EVERY
 from oneshot.compression.statistics import batches_apart
 from oneshot.compression.up_proj import UP_BATCHES
 from oneshot.footprint.expert_memory import as_profiled, num_groups, profiles
@@ -239,7 +240,8 @@ def _layer_seconds(work: Work, kept: float, forward: float, rates: Rates, store:
     if method.plans_ranks:
         read = tokens / batches_apart(tokens, hidden)
         grams = 2 * _gram(hidden, read) + _gram(work.heads_width, read)
-        seconds["forward"] += read * forward / rates.stream
+        spared = 4 * hidden * size * (1 - 1 / FACTORS_EVERY) * (shape.experts is None)  # gate and up of most tokens
+        seconds["forward"] += read * (forward - spared) / rates.stream
         seconds["sums"] += grams / rates.sums
         seconds["ranks"] += _low_rank(work, rates)
     if work.quantises:
