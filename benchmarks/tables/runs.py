@@ -6,9 +6,12 @@ from harness import Row, latest, read_rows
 
 from tables.cells import markdown, origin
 
+LITTLE_TOKENS = 4096  # with which people try a tool first
+
 
 def overhead_table() -> str:
-    rows = latest([{"form": "stock"} | row for row in read_rows("overhead")], "recipe", "form")
+    rows = [{"form": "stock", "little": row["num_tokens"] <= LITTLE_TOKENS} | row for row in read_rows("overhead")]
+    rows = latest(rows, "recipe", "form", "little")
     lines = []
     for row in rows:
         seconds = [f"{fmean(row[name]):.0f} s" for name in ("forward_seconds", "whole_forward_seconds")]

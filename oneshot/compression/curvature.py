@@ -86,9 +86,12 @@ def mean_cost(changes: torch.Tensor, curvature: torch.Tensor) -> torch.Tensor:
 
 
 def column_costs(weight: torch.Tensor, curvature: torch.Tensor) -> torch.Tensor:
-    """Return the diagonal of `Wᵀ G W`, float64 `(n,)`: what the columns of `W (D, n)` cost in place of their norms."""
-    columns = weight.double()
-    return (columns * (curvature.double() @ columns)).sum(0)
+    """Return the diagonal of `Wᵀ G W`, float64 `(n,)`: what the columns of `W (D, n)` cost in place of their norms.
+
+    Products are float32, as those in `G` are.
+    """
+    columns = weight.to(curvature)
+    return (columns * (curvature @ columns)).sum(0, dtype=torch.float64)
 
 
 def root_of(curvature: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,8 @@ from oneshot.architecture import TableShape
 from oneshot.compression.fold import PANEL_ROWS, times
 from oneshot.linalg.interpolative import spanning_columns
 from oneshot.linalg.low_rank import damped_root
-from oneshot.linalg.pca import energies_along, principal_directions
+from oneshot.linalg.pca import principal_directions
+from oneshot.linalg.sums import panels
 from oneshot.machine.transfer import as_like
 from oneshot.planning import vocabulary_ranges
 from oneshot.tensors import Tensors
@@ -41,7 +42,7 @@ def range_errors(
     root = damped_root(gram, STATES)
     errors = torch.zeros(len(ranges), width + 1, dtype=torch.float64)
     for index, part in enumerate(ranges):
-        _, energies = _decompose(embedding[part], probabilities[part], root)
+        energies = torch.linalg.eigvalsh(_inside(embedding[part], probabilities[part], root)).flip(0).clamp_min(0)
         errors[index] = suffix_sums(energies.cpu())
     errors /= errors[:, 0].sum().clamp_min(torch.finfo(errors.dtype).tiny)  # the rows may all be zero
     for token in whole:
@@ -65,7 +66,7 @@ def reduce_embedding(
     for index, (part, table) in enumerate(zip(vocabulary_ranges(len(embedding)), tables, strict=True)):
         rows = embedding[part]
         if table.rank < embedding.shape[1]:
-            directions = _decompose(rows, probabilities[part], root)[0][:, : table.rank]
+            directions = principal_directions(_inside(rows, probabilities[part], root))[:, : table.rank]
             factor = torch.linalg.solve_triangular(root.T, directions, upper=True).T
             read, others, coefficients = spanning_columns(factor)
             rows = times(rows, root @ directions @ factor[:, read])
@@ -102,13 +103,9 @@ def _columns(index: int) -> str:
     return f"model.embed_tokens.maps.{index}.columns"
 
 
-def _decompose(
-    rows: torch.Tensor, probabilities: torch.Tensor, root: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the principal directions `P (D, D)` of `diag(w)^½ E_g L` and their energies `(D,)`, float64."""
-    inside = root.T @ _gram(rows, _weights(probabilities)) @ root
-    directions = principal_directions(inside)
-    return directions, energies_along(inside, directions)
+def _inside(rows: torch.Tensor, probabilities: torch.Tensor, root: torch.Tensor) -> torch.Tensor:
+    """Return the Gram of `diag(w)^½ E_g L`, float64 `(D, D)`: its eigenvectors are the range's directions."""
+    return root.T @ _gram(rows, _weights(probabilities)) @ root
 
 
 def _weights(probabilities: torch.Tensor) -> torch.Tensor:
@@ -118,9 +115,11 @@ def _weights(probabilities: torch.Tensor) -> torch.Tensor:
 
 
 def _gram(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return `Eᵀ diag(w) E (D, D)` float64 on the device of the weights, by panels of rows."""
+    """Return `Eᵀ diag(w) E (D, D)` float64 on the device of the weights, by panels of rows and of columns."""
     total = torch.zeros(rows.shape[1], rows.shape[1], dtype=torch.float64, device=weights.device)
     for panel, weight in zip(rows.split(PANEL_ROWS), weights.split(PANEL_ROWS), strict=True):
         on_device = as_like(panel, total)
-        total.addmm_(on_device.T, on_device * weight.unsqueeze(1))
-    return total
+        weighted = on_device * weight.unsqueeze(1)
+        for start, stop in panels(total):  # what is below the diagonal is equal
+            total[start:stop, start:].addmm_(on_device[:, start:stop].T, weighted[:, start:])
+    return total.triu_() + total.triu(1).T

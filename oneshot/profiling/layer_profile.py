@@ -192,7 +192,7 @@ class LayerProfile:
         # 2. The curves, from one factorisation in this order.
         factor = ordered_factor(gram, order)
         root = None if of_seen is None else root_of(of_seen)
-        seen = weight if root is None else root @ weight.double()
+        seen = weight if root is None else root.float() @ weight.float()
         errors = nested_errors(factor, seen[:, order])
         fill(curves["ffn_errors"], by_units(errors, share))
         fill(curves["ffn_tails"], by_units(trailing_norms(factor, evidence.column_weights()[order]), share))
