@@ -25,7 +25,7 @@ from oneshot.stream import ActivationStore, Layer, LayerBuilder, Memory, OutputH
 from oneshot.text import Batch, Text, placed
 
 CURVATURE_TOKENS = 16_384  # at most, and at most a quarter of the text, if this leaves the fewest
-FEWEST_TOKENS = 1_024
+FEWEST_TOKENS = 2_048
 Norms = list[BranchNorm | MixtureNorms | None]  # of a layer, by sublayer: what follows their writers
 # of a layer: its number, sums of the part of the text, what finds an overflow
 OfLayer = tuple[int, dict[str, GramAccumulator], Callable[[], int]]
