@@ -1,5 +1,6 @@
 """The two targets of the two-stream correction, against least squares on activations hooked in stock models."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -64,9 +65,9 @@ def test_with_much_text_every_other_batch_stands_for_the_residual(
     settings = {"correction": "two-stream", "residual_weight": 1.0, "damping": 1e-7, "batch_size": 64}
     text = tmp_path / "long.txt"
     text.write_text(topics(0, 10))
-    config = make_config(checkpoint, calibration=str(text), num_sequences=256, sparsity=0.15, **settings)
+    config = make_config(checkpoint, calibration=f"{text}+{text}", num_sequences=256, sparsity=0.15, **settings)
     compress(config)
-    token_ids = calibration_tokens(config)
+    token_ids = calibration_tokens(replace(config, text=replace(config.text, calibration=str(text))))
     assert len(token_ids) == 256
     assert token_ids.numel() >= 64 * 64
     dense, compressed = hooked(checkpoint, token_ids), hooked(Path(config.output), token_ids)

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import sys
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
@@ -99,7 +100,30 @@ class LogitsOfRange(nn.Module):
         return nn.functional.linear(states, table.weight)
 
 
+class Unquantised:
+    """What vLLM's linears and tables in 16 or 32 bits do on one GPU."""
+
+    def create_weights(
+        self, layer: nn.Module, inputs: int, outputs: list[int], *_: object, weight_loader: Callable[..., None]
+    ) -> None:
+        layer.weight = nn.Parameter(torch.empty(sum(outputs), inputs), requires_grad=False)
+        vars(layer.weight)["weight_loader"] = weight_loader
+
+    def apply(self, layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, layer.weight)
+
+
+def load_(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Fill a module of the plugin as its `load_weights` does."""
+    places = dict(module.named_parameters()) | dict(module.named_buffers())
+    assert set(places) == set(tensors)
+    for name, place in places.items():
+        load = getattr(place, "weight_loader", lambda place, tensor: place.copy_(tensor))
+        load(place, tensors[name])
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 5e-2)])
+@torch.no_grad()
 def test_the_plugin_for_vllm_looks_up_what_the_modelling_file_does(
     dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,7 +131,11 @@ def test_the_plugin_for_vllm_looks_up_what_the_modelling_file_does(
     layers = "vllm.model_executor.layers"
     for name, stand_in in (
         ("logits_processor", {"LogitsProcessor": LogitsOfRange}),
-        ("vocab_parallel_embedding", {"VocabParallelEmbedding": nn.Embedding}),
+        ("linear", {"UnquantizedLinearMethod": Unquantised}),
+        (
+            "vocab_parallel_embedding",
+            {"VocabParallelEmbedding": nn.Embedding, "UnquantizedEmbeddingMethod": Unquantised},
+        ),
     ):
         module = ModuleType(f"{layers}.{name}")
         vars(module).update(stand_in)
@@ -123,12 +151,12 @@ def test_the_plugin_for_vllm_looks_up_what_the_modelling_file_does(
             read.columns.copy_(torch.randperm(width, generator=torch.Generator().manual_seed(2)))
     ours.to(dtype)
     theirs = plugin.Embedding(ranges, width).to(dtype)
-    theirs.load_state_dict(ours.state_dict())
+    load_(theirs, ours.state_dict())
     tokens, states = torch.arange(24), torch.randn(5, width, generator=torch.Generator().manual_seed(3)).to(dtype)
-    torch.testing.assert_close(theirs(tokens), ours(tokens[None])[0], rtol=0, atol=0)
-    torch.testing.assert_close(theirs.logits(states), ours(states, to_logits=True), rtol=0, atol=0)
+    close: dict[str, Any] = {"rtol": tolerance, "atol": tolerance}
+    torch.testing.assert_close(theirs(tokens), ours(tokens[None])[0], **close)
+    torch.testing.assert_close(theirs.logits(states), ours(states, to_logits=True), **close)
     whole = torch.cat([rows_of(ours, number) for number in range(len(ranges))])
-    close = {"rtol": tolerance, "atol": tolerance}
     torch.testing.assert_close(ours(tokens[None])[0].double(), whole, **close)
     torch.testing.assert_close(ours(states, to_logits=True).double(), states.double() @ whole.T, **close)
 
