@@ -8,14 +8,13 @@ import numpy as np
 from oneshot.errors import PlanError
 
 FLOAT = "F16"  # of rows that no block divides
-# with blocks of 32 and of 256 values, which rows must be a multiple of
+# with blocks of 32 and of 256 values, which rows must be a multiple of; Q5_1 and Q4_1 are slow in llama.cpp on a CPU
+# (docs/llama-cpp.md)
 TYPES = (
     "Q8_0",
     "Q6_K",
-    "Q5_1",
     "Q5_K",
     "Q5_0",
-    "Q4_1",
     "Q4_K",
     "Q4_0",
     "IQ4_NL",
