@@ -369,6 +369,29 @@ def test_text_of_one_source_is_read_beside_builtin(
     assert_same_tensors(tmp_path / "out", tmp_path / "again")
 
 
+@pytest.mark.parametrize(("letters", "added"), [(1200, 0), (12_000, 2)])
+def test_a_source_with_little_text_is_not_swamped_by_builtin(
+    letters: int,
+    added: int,
+    make_checkpoint: MakeCheckpoint,
+    make_config: MakeConfig,
+    text_file: Path,
+    tmp_path: Path,
+) -> None:
+    """It has the same share of what was read; the card says so, and the recipe reads the same again."""
+    little = tmp_path / "little.txt"
+    little.write_text(text_file.read_text()[:letters])
+    config = make_config(make_checkpoint(), calibration=str(little), sequence_length=256, num_sequences=64)
+    report = compress(config)
+    assert report.calibration is not None
+    read = report.calibration["num_sequences"]
+    assert 0 < read < 32
+    assert report.calibration["source"] == ("+".join([str(little)] * 7 + ["builtin"]) if added else str(little))
+    assert not added or read // 8 == added
+    output = Path(config.output)
+    assert f"calibration: {little}\n" in (output / "recipe.yaml").read_text()
+
+
 @pytest.mark.parametrize(
     ("num_sequences", "length", "parts"),
     [(128, 1024, 8), (32, 256, 8), (39, 256, 8), (24, 256, 6), (16, 256, 4), (9, 700, 4), (4, 2048, 4), (15, 256, 1)],

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from oneshot.checkpoint import Journal, card_metadata
@@ -96,7 +96,8 @@ def write_result(job: Job, journal: Journal, layers: Sequence[LayerReport]) -> R
         logger.warning("%s", sentence)
     run.tracker.step("writing the report")
     report = _report(job, layers, compressed, weights_hash)
-    (folder / RECIPE_NAME).write_text(recipe_text(config), encoding="utf-8")
+    asked = replace(config, text=run.asked_text)  # by which it is read again as it was, also a source with little text
+    (folder / RECIPE_NAME).write_text(recipe_text(asked), encoding="utf-8")
     task = task_of(written)
     write_report(
         report,

@@ -199,7 +199,8 @@ def refuse_other_text(profile: Profile, folder: str, *, token_hash: str, log: Re
     if profile.origin.token_hash != token_hash:
         raise ProfileError(
             f"The profile {folder} belongs to another calibration text; give the same --calibration, "
-            "--num-sequences, --sequence-length and --seed, or make a new profile."
+            "--num-sequences, --sequence-length and --seed, or make a new profile (of one source it also reads "
+            "builtin; --calibration TEXT+TEXT reads TEXT alone in both)."
         )
     if log is not None:
         log.expect(

@@ -71,15 +71,18 @@ class Calibration:
 
     Args:
         outputs: the results' folders; text that an interrupted run of one of them saved is read again.
+        broadens: whether `broadened` added `BUILTIN`, which then has no larger share than of a source with enough text.
 
     Attributes:
         written: the sequences that the model wrote in this process; None if it wrote none.
         num_read: sequences of packed text that this process read, by source.
     """
 
-    def __init__(self, config: Config, model: Model, outputs: Sequence[Path], tracker: Tracker) -> None:
+    def __init__(
+        self, config: Config, model: Model, outputs: Sequence[Path], tracker: Tracker, *, broadens: bool = False
+    ) -> None:
         self._config, self._model = config, model
-        self._outputs, self._tracker = outputs, tracker
+        self._outputs, self._tracker, self._broadens = outputs, tracker, broadens
         self.written: Text | None = None
         self.num_read: dict[str, int] = {}
         self._profile: str | None = None  # whose text is read again
@@ -150,10 +153,14 @@ class Calibration:
             )
         if tokenizer is not None:
             bos_of(tokenizer, self._model.checkpoint.folder)  # it warns
-        counts = shares(options.num_sequences, sources)
-        parts = {source: self._source(source, count, tokenizer, machine) for source, count in counts.items()}
+        counts, parts = shares(options.num_sequences, sources), dict[str, Text]()
+        for source, count in counts.items():
+            if source == BUILTIN and self._broadens:
+                count = parts[sources[0]].num_sequences * count // counts[sources[0]]
+            if count:
+                parts[source] = self._source(source, count, tokenizer, machine)
         self.num_read = {source: part.num_sequences for source, part in parts.items()}
-        return mix([*parts.values()], seed, options.calibration)
+        return mix([*parts.values()], seed, options.calibration if len(parts) == len(counts) else sources[0])
 
     def _source(self, source: str, num_sequences: int, tokenizer: Any, machine: Machine) -> Text:
         """Return so many sequences of one source of packed text."""

@@ -189,7 +189,8 @@ class Run:
         """Also read the package's text where `broadened` says so, but not for a paper's method; nothing is read yet."""
         if self.config.recipe == "oneshot" and self.method.reduces_ffn:
             self.config = replace(self.config, text=broadened(self.config.text, self.model))
-            self._calibration = Calibration(self.config, self.model, self._outputs, self.tracker)
+            broadens = self.config.text != self.asked_text
+            self._calibration = Calibration(self.config, self.model, self._outputs, self.tracker, broadens=broadens)
 
     def warn_of_text(self) -> None:
         """Warn as for the calibration text that a run would read, if its sources hold what is asked for."""
@@ -207,9 +208,10 @@ class Run:
             if self.fits_text:
                 self._calibration.warn_if_few(text.num_tokens)
             self._calibration.warn_if_long()
-        if self.config.text != self.asked_text and self.machine.workers.is_main:
+        num_added = self._calibration.num_read.get(BUILTIN, 0)
+        if self.config.text != self.asked_text and self.machine.workers.is_main and num_added:
             self.tracker.say(
-                f"{self._calibration.num_read[BUILTIN]} of the {text.num_sequences} sequences are from {BUILTIN}, so "
+                f"{num_added} of the {text.num_sequences} sequences are from {BUILTIN}, so "
                 "that what one source of text lacks stays in the model; a source named twice, TEXT+TEXT, is read alone."
             )
         return text
