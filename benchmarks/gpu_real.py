@@ -181,9 +181,8 @@ def _config(job: Job, model: Path, calibration: str, real: bool, output: Path, s
     from oneshot import Config
 
     text = {"num_sequences": 128, "sequence_length": 1024} if real else {"num_sequences": 8, "sequence_length": 64}
-    calibration = calibration if "+" in calibration else read_alone(calibration)
     own = {"form": "per-layer", "sparsity": SPARSITIES[0], "device": job.device, "overwrite": True}
-    return Config.of(str(model), str(output), calibration=calibration, **own | text | settings)
+    return Config.of(str(model), str(output), calibration=read_alone(calibration), **own | text | settings)
 
 
 def healing(job: Job) -> None:

@@ -85,12 +85,12 @@ def calibration_files(names: str, data_dir: Path) -> str:
     One file is read alone: rows say what else was read.
     """
     sources = [name if name in (SELF, BUILTIN) else str(data_dir / name) for name in names.split("+")]
-    return "+".join(sources) if len(sources) > 1 else read_alone(*sources)
+    return read_alone("+".join(sources))
 
 
-def read_alone(source: str) -> str:
-    """Return `--calibration` for one source without `builtin`, which a run reads beside a file that is named once."""
-    return f"{source}+{source}"
+def read_alone(calibration: str) -> str:
+    """Return `--calibration` without `builtin`, which a run reads beside one source that is named once."""
+    return calibration if "+" in calibration else f"{calibration}+{calibration}"
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:

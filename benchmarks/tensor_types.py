@@ -28,9 +28,6 @@ from oneshot.text import load_text, load_tokenizer
 from oneshot.text.token_files import save_token_ids
 
 LENGTH = 512  # tokens of a chunk
-WITHOUT_UNKNOWN = (
-    "wikitext2-without-unk"  # in which one word of sixteen is `<unk>`: its first token decides the log-loss
-)
 
 
 def run(*command: str | Path | int) -> str:
@@ -116,10 +113,7 @@ def main() -> None:
         files |= {kind: (theirs, None), f"own types at {kind}": (ours, damage)}
     for kind in arguments.kinds:
         words, logits = folder / f"{kind}.txt", folder / "logits.bin"
-        if kind == WITHOUT_UNKNOWN:
-            words.write_text(kind_text("wikitext2", arguments.data_dir).replace(" <unk>", ""))
-        else:
-            words.write_text(kind_text(kind, arguments.data_dir))
+        words.write_text(kind_text(kind, arguments.data_dir))
         saved = ["-f", words, "-c", LENGTH, "--chunks", arguments.chunks, "-t", arguments.threads]
         run(programs / "llama-perplexity", "-m", source, "--save-all-logits", logits, *saved)
         for name, (path, damage) in files.items():

@@ -1,7 +1,7 @@
 """Make a model whose rows are multiples of 256 from SmolLM2, for the K types of llama.cpp: 768 and 1536 columns.
 
-The hidden size grows from 576 to 768 and a fourth group of heads comes to three. Whatever the model reads has full
-rank, so that no direction is free for errors: layers write sums of their outputs, by random factors, into the new
+The hidden size grows from 576 to 768 and a fourth group of heads comes to three. No direction of what
+the model reads shall be free for errors, so layers write sums of their outputs, by random factors, into the new
 dimensions, which nobody reads; the fourth group is the first of the layer with noise, and each has half of its
 outputs. Rotations of four dimensions then spread all over the columns. The gains of the norms are random, neurons are
 permuted and rescaled, and the output head has a copy of the embedding of its own. What the model says hardly

@@ -4,22 +4,22 @@ import math
 from collections.abc import Sequence
 
 from harness import Row, latest, read_rows
+from judging import WITHOUT_UNKNOWN
 
 from tables.cells import markdown, origin, token_span
 
 OWN = "own types at "
-WITHOUT_UNKNOWN = "wikitext2-without-unk"
 SMOL, CODER = "SmolLM2-135M", "Qwen2.5-Coder-0.5B"
 
 
 def own_types() -> str:
     """Return the divergence of types per tensor ÷ the divergence of llama-quantize's files, of two models."""
-    return f"{_shares(SMOL, 'divergence')}, and Qwen2.5-Coder-0.5B {_shares(CODER, 'divergence')}"
+    return f"{_shares(SMOL, 'divergence')}, and {CODER} {_shares(CODER, 'divergence')}"
 
 
 def own_types_lost() -> str:
     """Return the same of the log-loss, whose error is larger: its mean over texts is a small difference."""
-    return f"{_shares(SMOL, 'lost_nats')}, and Qwen2.5-Coder-0.5B {_shares(CODER, 'lost_nats')}"
+    return f"{_shares(SMOL, 'lost_nats')}, and {CODER} {_shares(CODER, 'lost_nats')}"
 
 
 def own_types_without_unknown() -> str:
@@ -37,9 +37,7 @@ def own_types_table() -> str:
         if not ours or len(ours) < len(theirs):  # not measured to the end
             continue
         cells = [model, kind, f"{theirs[0]['bytes'] / 1e6:.1f}"]
-        for measure in ("divergence", "lost_nats"):
-            own, other = _mean(ours, measure), _mean(theirs, measure)
-            cells.append(f"{own:.3f} / {other:.3f} = **{own / other:.2f}**")
+        cells += [_beside(ours, theirs, measure, ".3f") for measure in ("divergence", "lost_nats")]
         by_text = {row["text"]: row["lost_nats"] for row in theirs}
         shares = [row["lost_nats"] / by_text[row["text"]] for row in ours if by_text[row["text"]] > 0]
         lines.append([*cells, f"{max(shares):.2f}", str(len(ours))])
@@ -87,17 +85,13 @@ def size_and_types_table() -> str:
 def types_speed_table() -> str:
     """Return tokens for each CPU second of both files, type by type."""
     rows = latest(read_rows("types_speed"), "model", "types")
-    by_name = {(row["model"], row["types"]): row for row in rows}
     lines = []
-    for model, kind in by_name:
-        ours, theirs = by_name.get((model, f"{OWN}{kind}")), by_name[model, kind]
-        if ours is None:
+    for theirs in rows:
+        ours = _rows(rows, theirs["model"], f"{OWN}{theirs['types']}")
+        if not ours:
             continue
-        cells = [model, kind, f"{theirs['bytes'] / 1e6:.1f}"]
-        for measure in ("prefill", "decode"):
-            own, other = (row[f"{measure}_tokens_per_cpu_second"] for row in (ours, theirs))
-            cells.append(f"{own:.0f} / {other:.0f} = **{own / other:.2f}**")
-        lines.append(cells)
+        speeds = [_beside(ours, [theirs], f"{each}_tokens_per_cpu_second", ".0f") for each in ("prefill", "decode")]
+        lines.append([theirs["model"], theirs["types"], f"{theirs['bytes'] / 1e6:.1f}", *speeds])
     whole = next(row for row in rows if row["types"] == "F16")
     return markdown(
         ["model", "file of llama-quantize", "MB", "prefill, ours / theirs", "decoding, ours / theirs"],
@@ -122,6 +116,11 @@ def _rows(rows: Sequence[Row], model: str, types: str) -> list[Row]:
 
 def _mean(rows: Sequence[Row], measure: str) -> float:
     return sum(float(row[measure]) for row in rows) / len(rows)
+
+
+def _beside(ours: Sequence[Row], theirs: Sequence[Row], measure: str, digits: str) -> str:
+    own, other = _mean(ours, measure), _mean(theirs, measure)
+    return f"{own:{digits}} / {other:{digits}} = **{own / other:.2f}**"
 
 
 def _score(row: Row) -> float:

@@ -292,7 +292,7 @@ def shrinks(method: Method) -> bool:
     """Return whether a Gram of few tokens shrinks towards its diagonal, and held-out ones say how much is corrected.
 
     It does not beside STAT's own target and a damping below `LEAST_DAMPING`, which are against rounding alone, and
-    beside `damping=auto`, which chooses by itself. With sizes from a profile it gains nothing.
+    beside `damping=auto`, which chooses by itself. With sizes from a profile it gained nothing (one seed).
     """
     chooses = method.solves and method.residual_target == "stream" and not method.holds_out
     return chooses and not method.reads_profile and method.fixed_damping >= LEAST_DAMPING

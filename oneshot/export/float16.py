@@ -1,4 +1,4 @@
-"""What is said where weights are larger or smaller than float16, which GGUF's types also scale by, has numbers for."""
+"""Tell of weights that are larger or smaller than the numbers of float16, which GGUF's types also scale by."""
 
 import logging
 

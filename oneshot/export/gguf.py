@@ -159,7 +159,6 @@ def _architecture(model: Model, stack: StackShape) -> str:
 
 def _tensors(model: Model, stack: StackShape, stored: list[Place], *, quantised: bool) -> list[FileTensor]:
     """Return the tensors of the file in order: rotary factors, the journal's, zeros for absent FFNs."""
-
     complete, tensors = with_all_ffns(stack), list[FileTensor]()
     architecture = _architecture(model, complete)
     names = tensor_name_map(architecture, len(stack.layers))

@@ -60,7 +60,6 @@ class RestoredModel:
     """The tensors of a per-layer checkpoint, read from a GGUF file of the same sizes."""
 
     def __init__(self, path: Path) -> None:
-
         self._path, config = path, read_config(path.parent)
         self._stack: StackShape = per_layer_shape(config)
         try:

@@ -97,7 +97,6 @@ class TensorNames:
     """The names that an architecture's GGUF files have for what a module of the stock class holds."""
 
     def __init__(self, architecture: str, num_layers: int, *, has_experts: bool) -> None:
-
         self.architecture, self._has_experts = architecture, has_experts
         self._map = tensor_name_map(architecture, num_layers)
 

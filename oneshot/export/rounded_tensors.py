@@ -71,7 +71,7 @@ class RoundedTensors:
         """Return a table in its type, panel by panel; the values become what an engine reads."""
         kind, panels = self._kinds[module], []
         importance, products = self._tables[module]
-        factor = None if products is None or block_of(kind) == 1 else block_factor(products, block_of(kind))
+        factor = None if products is None else block_factor(products, block_of(kind))
         for rows in table.split(max(1, PANEL_VALUES // table.shape[1])):
             if factor is None:
                 panels.append(quantise(rows.numpy(), kind, importance))
@@ -94,8 +94,8 @@ class RoundedTensors:
                 module, weight = f"{LAYER}{number}.{name}", tensors[f"{name}.weight"]
                 kind, linear = self._kinds[module], layer.module.get_submodule(name)
                 size = block_of(kind)
-                if size not in factors:  # F16 has no blocks
-                    factors[size] = block_factor(grams[together[0]], size) if size > 1 else None
+                if size not in factors:
+                    factors[size] = block_factor(grams[together[0]], size)
                 stored = rounded_with_feedback(weight, kind, factors[size])
                 read = _read(module, weight, stored, kind)
                 linear.weight.data = as_like(read, linear.weight)  # type: ignore[arg-type]
@@ -163,7 +163,9 @@ class BlockFactor:
 
 
 def block_factor(statistics: Statistics, size: int) -> BlockFactor | None:
-    """Return the factor of a Gram for blocks of `size` columns; None if it is zero."""
+    """Return the factor of a Gram for blocks of `size` columns; None if it is zero, or for F16, which has no blocks."""
+    if size == 1:
+        return None
     energies = statistics.gram.diagonal().unflatten(0, (-1, size)).sum(1, dtype=torch.float64)
     blocks = energies.argsort(descending=True, stable=True)
     order = torch.arange(len(statistics.gram), device=blocks.device).unflatten(0, (-1, size))[blocks].flatten()

@@ -79,9 +79,10 @@ def _best_form(config: Config, model: Model) -> Form:
     """
     per_layer, stock = form_of("per-layer", model.family), form_of("stock", model.family)
     with_ranks = _method_in(per_layer, replace(config, method=replace(config.method, ranks=AUTO)), model)
-    plans_ranks = with_ranks is not None and with_ranks.plans_ranks
+    if with_ranks is not None and with_ranks.plans_ranks:
+        return per_layer
     holds_alone = _method_in(per_layer, config, model) is not None and _method_in(stock, config, model) is None
-    return per_layer if plans_ranks or holds_alone else stock
+    return per_layer if holds_alone else stock
 
 
 def _method_in(form: Form, config: Config, model: Model) -> Method | None:

@@ -130,7 +130,6 @@ class Run:
             self.grid = grid_of(self.form, self.model, config.target)
         # 4. what is read and measured later
         self.asked_text = config.text
-        self._calibration = Calibration(config, self.model, outputs, self.tracker)
         if config.target.sparsity != 0:
             self.broaden_text()
         self.timings: dict[str, Any] | None = None
@@ -189,8 +188,11 @@ class Run:
         """Also read the package's text where `broadened` says so, but not for a paper's method; nothing is read yet."""
         if self.config.recipe == "oneshot" and self.method.reduces_ffn:
             self.config = replace(self.config, text=broadened(self.config.text, self.model))
-            broadens = self.config.text != self.asked_text
-            self._calibration = Calibration(self.config, self.model, self._outputs, self.tracker, broadens=broadens)
+
+    @cached_property
+    def _calibration(self) -> Calibration:
+        broadens = self.config.text != self.asked_text
+        return Calibration(self.config, self.model, self._outputs, self.tracker, broadens=broadens)
 
     def warn_of_text(self) -> None:
         """Warn as for the calibration text that a run would read, if its sources hold what is asked for."""

@@ -101,7 +101,7 @@ class LogitsOfRange(nn.Module):
 
 
 class Unquantised:
-    """What vLLM's linears and tables in 16 or 32 bits do on one GPU."""
+    """Stand in for vLLM's linears and tables in 16 or 32 bits on one GPU."""
 
     def create_weights(
         self, layer: nn.Module, inputs: int, outputs: list[int], *_: object, weight_loader: Callable[..., None]

@@ -182,31 +182,31 @@ def test_an_output_head_is_rounded_with_feedback(
 
 
 @pytest.mark.parametrize("width", [65, 96], ids=("F16", "blocks"))
-def test_weights_beyond_float16_are_refused(
-    width: int, save_model: Callable[..., Path], make_config: MakeConfig
+@pytest.mark.parametrize(
+    ("factors", "sentence"),
+    [
+        ({"down_proj": 1e8, "up_proj": 1e-8}, r"layers\.1\.mlp\.\w+_proj are up to"),
+        (
+            {"down_proj": 1e-9, "up_proj": 1e6, "gate_proj": 1e3},
+            r"keeps half of what the weights of model\.layers\.1\.mlp\.down_proj do",
+        ),
+    ],
+    ids=("beyond", "below"),
+)
+def test_weights_that_float16_does_not_hold_are_refused(
+    factors: dict[str, float],
+    sentence: str,
+    width: int,
+    save_model: Callable[..., Path],
+    make_config: MakeConfig,
 ) -> None:
-    """They were written as infinite, or no type was found for them."""
+    """They were written as infinite or as zeros, or no type was found for them."""
     model = build_model(hidden=64, width=width)
     with torch.no_grad():
-        model.model.layers[1].mlp.down_proj.weight.mul_(1e8)
-        model.model.layers[1].mlp.up_proj.weight.div_(1e8)
+        for name, factor in factors.items():
+            model.model.layers[1].mlp.get_submodule(name).weight.mul_(factor)
     config = make_config(save_model(model), form="gguf", sparsity=0.0, embedding="none", bits=9.0)
-    with pytest.raises(PlanError, match=r"layers\.1\.mlp\.\w+_proj are up to"):
-        compress(config)
-
-
-@pytest.mark.parametrize("width", [65, 96], ids=("F16", "blocks"))
-def test_weights_below_float16_are_refused(
-    width: int, save_model: Callable[..., Path], make_config: MakeConfig
-) -> None:
-    """They were written as zeros, without a word."""
-    model = build_model(hidden=64, width=width)
-    with torch.no_grad():
-        model.model.layers[1].mlp.down_proj.weight.mul_(1e-9)
-        model.model.layers[1].mlp.up_proj.weight.mul_(1e9 / 1e3)
-        model.model.layers[1].mlp.gate_proj.weight.mul_(1e3)
-    config = make_config(save_model(model), form="gguf", sparsity=0.0, embedding="none", bits=9.0)
-    with pytest.raises(PlanError, match=r"keeps half of what the weights of model\.layers\.1\.mlp\.down_proj do"):
+    with pytest.raises(PlanError, match=sentence):
         compress(config)
 
 

@@ -48,7 +48,7 @@ def coordinates_of(width: int, rank: int) -> nn.Module:
 
 
 class TableMap(Coordinates):
-    """What a table reads through as an output head, and what makes the whole width from its rows."""
+    """Let a table read through coordinates as an output head, and make the whole width from its rows."""
 
     def __init__(self, width: int, rank: int) -> None:
         super().__init__(width, rank, UnquantizedEmbeddingMethod())  # which keeps the weight beside a packed one
