@@ -31,6 +31,7 @@ KINDS = {
 
 # without `<unk>`, every sixteenth word, whose first token decides the log-loss; no part of a score
 WITHOUT_UNKNOWN = "wikitext2-without-unk"
+OWN_TYPES = "own types at "  # before the name of llama-quantize's file of equal bytes
 CODE = "code"  # a further kind, of Python's own library; it is no part of a score
 CODE_MODULES = ("argparse", "calendar", "configparser", "difflib", "heapq", "statistics", "textwrap", "zipfile")
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 from harness import Row, append_row, parser, provenance
-from judging import CODE, KINDS, kind_text
+from judging import CODE, KINDS, OWN_TYPES, kind_text
 
 from oneshot import Config
 from oneshot.export.result_model import result_importance
@@ -110,7 +110,7 @@ def main() -> None:
             ours.symlink_to(source)  # which the result replaces
             with torch.no_grad():
                 write_quantised(ours, priced, kinds, names, open_result(source, text, machine), lambda layer: None)
-        files |= {kind: (theirs, None), f"own types at {kind}": (ours, damage)}
+        files |= {kind: (theirs, None), f"{OWN_TYPES}{kind}": (ours, damage)}
     for kind in arguments.kinds:
         words, logits = folder / f"{kind}.txt", folder / "logits.bin"
         words.write_text(kind_text(kind, arguments.data_dir))

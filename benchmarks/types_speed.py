@@ -11,6 +11,7 @@ import subprocess
 from pathlib import Path
 
 from harness import Row, append_row, parser, provenance
+from judging import OWN_TYPES
 
 PREFILL, DECODE = 512, 64  # tokens
 REPETITIONS = 2
@@ -42,7 +43,7 @@ def main() -> None:
     bench, folder = arguments.programs / "llama-bench", arguments.folder
     files = {"F16": folder / "plain" / "model.gguf"}
     for kind in arguments.types:
-        files |= {kind: folder / f"{kind}.gguf", f"own types at {kind}": folder / f"{kind}-own-types.gguf"}
+        files |= {kind: folder / f"{kind}.gguf", f"{OWN_TYPES}{kind}": folder / f"{kind}-own-types.gguf"}
     rounds: dict[str, list[Row]] = {name: [] for name in files}
     for _ in range(arguments.rounds):
         for name, path in files.items():

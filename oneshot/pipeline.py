@@ -234,7 +234,7 @@ def imatrix(config: Config, *, show_progress: Shown | Tracker = False) -> Path:
         squares = measure_importance(model, text, run.machine, advance=progress.advance)
         if run.machine.workers.is_main:
             try:
-                write_imatrix(path, squares, names, config.text, config_of_model)
+                write_imatrix(path, squares, names, text, config_of_model)
             except OSError as error:
                 raise OutputError(f"{path} cannot be written ({cause(error)}); choose another --output.") from error
     return path

@@ -351,19 +351,22 @@ def test_the_report_is_complete(make_checkpoint: MakeCheckpoint, make_config: Ma
 def test_text_of_one_source_is_read_beside_builtin(
     asked: str, read: str, make_checkpoint: MakeCheckpoint, text_file: Path, tmp_path: Path, capsys: Any
 ) -> None:
-    """Check output, card and report; all say what was read, and a mixture is read as it is asked for."""
+    """Check output, card, report and dry run; all say what is read, and a mixture is read as it is asked for."""
     asked, read = asked.format(text_file), read.format(text_file)
     arguments = [str(make_checkpoint()), "--sparsity=0.2", "--num-sequences=16", "--sequence-length=256", "--no-check"]
     arguments += ["--device=cpu", "--dtype=float32", "--form=stock"]
     assert main([*arguments, f"--output={tmp_path / 'out'}", f"--calibration={asked}"]) == 0
     told = " ".join(capsys.readouterr().err.split())
+    assert main([*arguments, f"--output={tmp_path / 'dry'}", f"--calibration={asked}", "--dry-run"]) == 0
+    predicted = " ".join(capsys.readouterr().out.replace("│", " ").split())
     broader = read.endswith("+builtin")
     assert ("4 of the 16 sequences are from builtin" in told) == broader
     report = json.loads((tmp_path / "out" / "oneshot_report.json").read_text())
     assert report["calibration"]["source"] == read
-    assert report["config"]["text"]["calibration"] == (read if broader else asked)
+    assert report["config"]["text"]["calibration"] == asked
     assert report["calibration"]["num_tokens"] == 16 * 256
     named = f"3/4 {text_file.name} + 1/4 builtin" if broader else read.replace(str(text_file), text_file.name)
+    assert f"calibration text 4,096 tokens of {named}" in predicted
     assert f"tokens of `{named}`" in (tmp_path / "out" / "README.md").read_text()
     assert main([*arguments, f"--output={tmp_path / 'again'}", f"--config={tmp_path / 'out' / 'recipe.yaml'}"]) == 0
     assert_same_tensors(tmp_path / "out", tmp_path / "again")
@@ -390,6 +393,7 @@ def test_a_source_with_little_text_is_not_swamped_by_builtin(
     assert not added or read // 8 == added
     output = Path(config.output)
     assert f"calibration: {little}\n" in (output / "recipe.yaml").read_text()
+    assert report.config["text"]["calibration"] == str(little)
 
 
 @pytest.mark.parametrize(
@@ -420,7 +424,8 @@ def test_other_runs_read_one_source_alone(
     changes: dict[str, Any], make_checkpoint: MakeCheckpoint, make_config: MakeConfig, text_file: Path
 ) -> None:
     report = compress(make_config(make_checkpoint(), **{"sequence_length": 256} | changes))
-    assert report.config["text"]["calibration"] == str(text_file)
+    assert report.calibration is not None
+    assert report.calibration["source"] == str(text_file)
 
 
 def test_a_profile_has_the_text_of_the_runs_that_plan_from_it(

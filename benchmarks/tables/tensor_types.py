@@ -4,11 +4,10 @@ import math
 from collections.abc import Sequence
 
 from harness import Row, latest, read_rows
-from judging import WITHOUT_UNKNOWN
+from judging import OWN_TYPES, WITHOUT_UNKNOWN
 
 from tables.cells import markdown, origin, token_span
 
-OWN = "own types at "
 SMOL, CODER = "SmolLM2-135M", "Qwen2.5-Coder-0.5B"
 
 
@@ -26,14 +25,14 @@ def own_types_without_unknown() -> str:
     """Return the log-loss of both files at Q4_K_M on WikiText-2 without `<unk>`, with standard errors."""
     rows = latest([row for row in read_rows("tensor_types") if row["text"] == WITHOUT_UNKNOWN], "model", "types")
     lost = {row["types"]: f"{row['lost_nats']:.3f} ± {row['lost_nats_error']:.3f}" for row in rows}
-    return f"{lost[f'{OWN}Q4_K_M']} nats, and llama-quantize's {lost['Q4_K_M']}"
+    return f"{lost[f'{OWN_TYPES}Q4_K_M']} nats, and llama-quantize's {lost['Q4_K_M']}"
 
 
 def own_types_table() -> str:
     """Return bytes, divergence and log-loss of both files, model by model."""
     lines, newest = [], _newest()
     for model, kind in dict.fromkeys((row["model"], row["types"]) for row in newest):
-        theirs, ours = (_rows(newest, model, name) for name in (kind, f"{OWN}{kind}"))
+        theirs, ours = (_rows(newest, model, name) for name in (kind, f"{OWN_TYPES}{kind}"))
         if not ours or len(ours) < len(theirs):  # not measured to the end
             continue
         cells = [model, kind, f"{theirs[0]['bytes'] / 1e6:.1f}"]
@@ -87,7 +86,7 @@ def types_speed_table() -> str:
     rows = latest(read_rows("types_speed"), "model", "types")
     lines = []
     for theirs in rows:
-        ours = _rows(rows, theirs["model"], f"{OWN}{theirs['types']}")
+        ours = _rows(rows, theirs["model"], f"{OWN_TYPES}{theirs['types']}")
         if not ours:
             continue
         speeds = [_beside(ours, [theirs], f"{each}_tokens_per_cpu_second", ".0f") for each in ("prefill", "decode")]
@@ -131,11 +130,13 @@ def _score(row: Row) -> float:
 def _shares(name: str, measure: str) -> str:
     rows = [row for row in _newest() if row["model"].startswith(name)]
     kinds = [
-        kind for kind in dict.fromkeys(row["types"] for row in rows) if any(row["types"] == OWN + kind for row in rows)
+        kind
+        for kind in dict.fromkeys(row["types"] for row in rows)
+        if any(row["types"] == OWN_TYPES + kind for row in rows)
     ]
     [model] = {row["model"] for row in rows}
     shares = {
-        kind: _mean(_rows(rows, model, OWN + kind), measure) / _mean(_rows(rows, model, kind), measure)
+        kind: _mean(_rows(rows, model, OWN_TYPES + kind), measure) / _mean(_rows(rows, model, kind), measure)
         for kind in kinds
     }
     return ", ".join(f"{share:.2f} at {kind}" for kind, share in shares.items())

@@ -185,10 +185,10 @@ def _free_on(config: Config, device: torch.device) -> int:
 
 def _held_out(config: Config, report: Report, tokenizer: Any) -> tuple[torch.Tensor | None, str]:
     """Return windows `(K, length)` of the first source that the run did not read, and its name; None without any."""
-    options = TextOptions(**report.config["text"])  # as it was read
+    options = TextOptions(**report.config["text"])
     if report.calibration is None:
         return None, ""
-    for source, count in shares(options.num_sequences, split_sources(options.calibration)).items():
+    for source, count in shares(options.num_sequences, split_sources(report.calibration["source"])).items():
         if source == SELF or has_tokens(source):
             continue
         more = num_windows(options.num_sequences)

@@ -14,10 +14,10 @@ import torch
 
 from oneshot.checkpoint import IMPORTANCE_NAME, Model
 from oneshot.checkpoint.gguf_architectures import ARCHITECTURES, tensor_name_map
-from oneshot.config import TextOptions
 from oneshot.errors import CheckpointError
 from oneshot.machine.durable import UNFINISHED, make_durable
 from oneshot.stream import InputSquares
+from oneshot.text import Text
 
 logger = logging.getLogger(__name__)
 
@@ -116,14 +116,11 @@ class TensorNames:
         return () if found is None or found.endswith(SPLIT) else (f"{found}.weight",)
 
 
-def write_imatrix(
-    path: Path, squares: InputSquares, names: TensorNames, text: TextOptions, config: Mapping[str, Any]
-) -> None:
+def write_imatrix(path: Path, squares: InputSquares, names: TensorNames, text: Text, config: Mapping[str, Any]) -> None:
     """Write the file, and warn of what has no sums in it.
 
     Args:
-        squares: by the modules of the stock class. text: its name and the tokens of its sequences are stated. config:
-            config.json of the language model.
+        squares: by the modules of the stock class, of this text. config: config.json of the language model.
 
     Raises `OSError` if it cannot be written.
     """
@@ -143,10 +140,10 @@ def write_imatrix(
     unfinished = path.with_name(path.name + UNFINISHED)
     writer = gguf.GGUFWriter(unfinished, names.architecture)
     writer.add_type(gguf.GGUFType.IMATRIX)
-    writer.add_array(gguf.Keys.IMatrix.DATASETS, [text.calibration])
+    writer.add_array(gguf.Keys.IMatrix.DATASETS, [text.source])
     tokens = max(int(counts.max()) for counts in squares.counts.values())
-    writer.add_uint32(gguf.Keys.IMatrix.CHUNK_COUNT, tokens // text.sequence_length)
-    writer.add_uint32(gguf.Keys.IMatrix.CHUNK_SIZE, text.sequence_length)
+    writer.add_uint32(gguf.Keys.IMatrix.CHUNK_COUNT, tokens // text.longest)
+    writer.add_uint32(gguf.Keys.IMatrix.CHUNK_SIZE, text.longest)
     for name, module in sorted(by_tensor.items()):
         sums, counts = squares.sums[module], squares.counts[module]
         sums = as_converted(names.architecture, name, sums, config)

@@ -37,6 +37,7 @@ from oneshot.planning import (
 from oneshot.profiling import load_profile
 from oneshot.report.card import REPORT_NAME
 from oneshot.report.records import Footprint, Report
+from oneshot.report.sharing import told_sources
 from oneshot.run import (
     SAVED_TEXT,
     SAVED_TIMINGS,
@@ -75,7 +76,7 @@ class Job:
         warnings, gram_notes: remarks of the measurements; notes on Grams are of all processes.
 
     Args:
-        config: with the result's output; the job's own has the settled form and text.
+        config: with the result's output; the job's own has the settled form.
         target: replaces the config's for the plan; None keeps it.
         dry: whether seconds are predicted, for which the machine is timed.
 
@@ -95,7 +96,7 @@ class Job:
         # 1. where the result goes
         step = width_step_in(config.target.serving.engine, run.form)
         served = with_steps(run.grouped(config.target), run.model.shape, step)
-        config = replace(config, form=cast(FormName, run.form.name), target=served, text=run.config.text)
+        config = replace(config, form=cast(FormName, run.form.name), target=served)
         self.config, self.run, self.output = config, run, output_folder(config.output)
         try:
             refuse_place(self.output, run.model.checkpoint, overwrite=config.overwrite, resume=config.resume)
@@ -145,6 +146,9 @@ class Job:
             form=config.form,
             groups=str(groups),
             served="" if config.target.serve is None else config.target.serving.words,
+            text=f"{run.text_options.num_tokens:,} tokens of {told_sources(run.text_options.calibration)}"
+            if self.schedule.reads_text
+            else "",
         )
         asked = config.target
         finds_size = asked.max_loss is not None or asked.finds_share or asked.budget == "latency"
@@ -188,7 +192,7 @@ class Job:
                 )
             refuse_without_quantisers()
             refuse_impossible(run.grid.stack(self._smallest() if config.target.finds_share else self.plan), config)
-        names_text = config.quantises or run.asked_text.calibration != TextOptions().calibration
+        names_text = config.quantises or config.text.calibration != TextOptions().calibration
         if run.grid.writes_vocabulary and (schedule.fits_text or names_text):  # a GGUF file
             schedule = replace(
                 schedule,

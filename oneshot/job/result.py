@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from oneshot.checkpoint import Journal, card_metadata
@@ -96,8 +96,7 @@ def write_result(job: Job, journal: Journal, layers: Sequence[LayerReport]) -> R
         logger.warning("%s", sentence)
     run.tracker.step("writing the report")
     report = _report(job, layers, compressed, weights_hash)
-    asked = replace(config, text=run.asked_text)  # by which it is read again as it was, also a source with little text
-    (folder / RECIPE_NAME).write_text(recipe_text(asked), encoding="utf-8")
+    (folder / RECIPE_NAME).write_text(recipe_text(config), encoding="utf-8")
     task = task_of(written)
     write_report(
         report,
@@ -116,7 +115,7 @@ def _write_importance(job: Job, journal: Journal) -> None:
     text, layers = job.run.text.first(IMPORTANCE_TOKENS), job.run.model.shape.num_hidden_layers
     bar = ProgressBar(job.run.tracker, num_layers=layers, total=text.num_tokens, stage="importance")
     path, machine = journal.partial / FILE_NAME, job.run.machine
-    inputs = write_result_importance(path, text, job.config.text, machine, advance=bar.advance)
+    inputs = write_result_importance(path, text, machine, advance=bar.advance)
     if job.schedule.chooses_types:
         tracker = job.run.tracker
         tracker.step("choosing the types of tensors")

@@ -85,6 +85,7 @@ class Footprint:
         form: the form of the result; None of a profile alone.
         groups: the groups of weights of quantisers that divide the inputs of all linears, in words.
         served: where the result is to open, in words; empty if that was not said.
+        text: the tokens and the sources of the calibration text, in words; empty if none is read.
     """
 
     host_bytes: int
@@ -109,6 +110,7 @@ class Footprint:
     form: str | None = None
     groups: str = ""
     served: str = ""
+    text: str = ""
 
     def __str__(self) -> str:
         dense, compressed = self.stored_parameters["dense"], self.stored_parameters["compressed"]
@@ -125,6 +127,7 @@ class Footprint:
             "memory": f"at most {memory}",
             "disk": f"{gibibytes(self.disk_bytes)} at the output, {gibibytes(self.scratch_bytes)} off-loaded",
             "groups": f"{self.groups} (of quantisers)",
+            **({"text": self.text} if self.text else {}),
             **({"dtype": self.dtype} if self.dtype else {}),
             "time": f"about {duration(self.seconds['total'])}{own_text}; it may be wrong by a factor of two",
         }

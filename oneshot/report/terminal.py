@@ -99,6 +99,9 @@ def print_footprint(footprint: Footprint, *, checks: bool = False) -> None:
         rows.append(("form", footprint.form, f"opened by {OPENED[footprint.form]}"))
     if footprint.served:
         rows.append(("planned to open", "", footprint.served))
+    if footprint.text:
+        tokens, _, sources = footprint.text.partition(" of ")
+        rows.append(("calibration text", tokens, f"of {sources}"))
     dense, compressed = footprint.stored_parameters["dense"], footprint.stored_parameters["compressed"]
     rows.append(("stored parameters", f"{about}{compressed:,}", f"of {dense:,} (−{1 - compressed / dense:.1%})"))
     if footprint.groups:

@@ -67,11 +67,12 @@ def broadened(options: TextOptions, model: Model) -> TextOptions:
 
 
 class Calibration:
-    """Read the calibration text that a config names, in the kind that the model's family reads.
+    """Read the calibration text of a config, in the kind that the model's family reads.
 
     Args:
+        options: what is read: the config's text or, if that is another, what `broadened` makes of it. `BUILTIN` then
+            has no larger share than of a source with enough text.
         outputs: the results' folders; text that an interrupted run of one of them saved is read again.
-        broadens: whether `broadened` added `BUILTIN`, which then has no larger share than of a source with enough text.
 
     Attributes:
         written: the sequences that the model wrote in this process; None if it wrote none.
@@ -79,17 +80,17 @@ class Calibration:
     """
 
     def __init__(
-        self, config: Config, model: Model, outputs: Sequence[Path], tracker: Tracker, *, broadens: bool = False
+        self, config: Config, options: TextOptions, model: Model, outputs: Sequence[Path], tracker: Tracker
     ) -> None:
-        self._config, self._model = config, model
-        self._outputs, self._tracker, self._broadens = outputs, tracker, broadens
+        self._config, self._options, self._model = config, options, model
+        self._outputs, self._tracker = outputs, tracker
         self.written: Text | None = None
         self.num_read: dict[str, int] = {}
         self._profile: str | None = None  # whose text is read again
 
     def check(self) -> None:
         """Raise `CalibrationError` if a file of the text cannot be read; nothing is read yet."""
-        for source in split_sources(self._config.text.calibration):
+        for source in split_sources(self._options.calibration):
             if source != SELF:
                 check_source(source)
 
@@ -105,15 +106,15 @@ class Calibration:
                 "an FFN" if shape.experts is None else f"{shape.experts.count} experts",
                 shape.intermediate_size,
                 needed,
-                math.ceil(needed / self._config.text.sequence_length),
-                self._config.text.sequence_length,
+                math.ceil(needed / self._options.sequence_length),
+                self._options.sequence_length,
             )
 
     def warn_if_long(self) -> None:
         """Warn if a model that writes text reads longer sequences than its config is for."""
         if self._model.family.stack.causal:
             complete = complete_text_config(self._model.family, self._model.checkpoint.config)
-            warn_if_long(self._config.text.sequence_length, complete.get("max_position_embeddings"), "the model")
+            warn_if_long(self._options.sequence_length, complete.get("max_position_embeddings"), "the model")
 
     def read(self, machine: Machine, *, plans_by_profile: bool = False) -> Text:
         """Return the text; raises `CalibrationError` if a source does not suit the family.
@@ -123,7 +124,7 @@ class Calibration:
             plans_by_profile: whether the given profile is used, so that the text written for it need not be again.
         """
         self._profile = self._config.profile if plans_by_profile else None
-        options, family, shape, seed = self._config.text, self._model.family, self._model.shape, self._config.seed
+        options, family, shape, seed = self._options, self._model.family, self._model.shape, self._config.seed
         self._tracker.step(f"reading the text {told_sources(options.calibration)}")
         sources = split_sources(options.calibration)
         tokens = [source for source in sources if has_tokens(source)]
@@ -155,7 +156,7 @@ class Calibration:
             bos_of(tokenizer, self._model.checkpoint.folder)  # it warns
         counts, parts = shares(options.num_sequences, sources), dict[str, Text]()
         for source, count in counts.items():
-            if source == BUILTIN and self._broadens:
+            if source == BUILTIN and options != self._config.text:
                 count = parts[sources[0]].num_sequences * count // counts[sources[0]]
             if count:
                 parts[source] = self._source(source, count, tokenizer, machine)
@@ -164,7 +165,7 @@ class Calibration:
 
     def _source(self, source: str, num_sequences: int, tokenizer: Any, machine: Machine) -> Text:
         """Return so many sequences of one source of packed text."""
-        length, seed = self._config.text.sequence_length, self._config.seed
+        length, seed = self._options.sequence_length, self._config.seed
         if has_tokens(source):
             return load_token_ids(
                 source,
@@ -197,13 +198,13 @@ class Calibration:
         for saved in found:
             if saved is not None:
                 token_ids = torch.tensor(saved["token_ids"])
-                if token_ids.shape == (num_sequences, self._config.text.sequence_length):
+                if token_ids.shape == (num_sequences, self._options.sequence_length):
                     return Text(token_ids, SELF)
         return None
 
     def _write(self, num_sequences: int, tokenizer: Any, machine: Machine) -> Text:
         """Let the model write the text."""
-        length = self._config.text.sequence_length
+        length = self._options.sequence_length
         capacity = device_capacity(machine.device, self._config.machine.max_device_memory_bytes)
         progress = ProgressBar(self._tracker, total=num_sequences * length, stage="writing text")
         text = write_text(

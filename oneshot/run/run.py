@@ -68,7 +68,7 @@ class Run:
         dtype: of the forward passes, and why it was taken.
         method: with every `auto` settled for the grid. timings: by which latencies are planned, and where they were
             measured; None without such a plan.
-        asked_text: the calibration text that was asked for; the config's own is read.
+        text_options: the calibration text that is read: the config's or, of one source, a broader one.
         fits_text: whether sizes or weights of a result depend on the text.
         plans_by_profile: whether a result is planned by the given profile, which has the run's model and text.
     """
@@ -129,7 +129,7 @@ class Run:
             self.model, self.dense = self.model.as_whole(), plain.as_whole().stored
             self.grid = grid_of(self.form, self.model, config.target)
         # 4. what is read and measured later
-        self.asked_text = config.text
+        self.text_options = config.text
         if config.target.sparsity != 0:
             self.broaden_text()
         self.timings: dict[str, Any] | None = None
@@ -187,12 +187,11 @@ class Run:
     def broaden_text(self) -> None:
         """Also read the package's text where `broadened` says so, but not for a paper's method; nothing is read yet."""
         if self.config.recipe == "oneshot" and self.method.reduces_ffn:
-            self.config = replace(self.config, text=broadened(self.config.text, self.model))
+            self.text_options = broadened(self.config.text, self.model)
 
     @cached_property
     def _calibration(self) -> Calibration:
-        broadens = self.config.text != self.asked_text
-        return Calibration(self.config, self.model, self._outputs, self.tracker, broadens=broadens)
+        return Calibration(self.config, self.text_options, self.model, self._outputs, self.tracker)
 
     def warn_of_text(self) -> None:
         """Warn as for the calibration text that a run would read, if its sources hold what is asked for."""
@@ -211,7 +210,7 @@ class Run:
                 self._calibration.warn_if_few(text.num_tokens)
             self._calibration.warn_if_long()
         num_added = self._calibration.num_read.get(BUILTIN, 0)
-        if self.config.text != self.asked_text and self.machine.workers.is_main and num_added:
+        if self.config.text != self.text_options and self.machine.workers.is_main and num_added:
             self.tracker.say(
                 f"{num_added} of the {text.num_sequences} sequences are from {BUILTIN}, so "
                 "that what one source of text lacks stays in the model; a source named twice, TEXT+TEXT, is read alone."
