@@ -4,7 +4,7 @@ from oneshot.architecture.axes import cut, shapes_of
 from oneshot.architecture.carried import Carried, CarriedSizes
 from oneshot.architecture.checks import check_layers
 from oneshot.architecture.classes import as_stored, predicts_tokens
-from oneshot.architecture.description import Description, Feature, Sizes, stated_class
+from oneshot.architecture.description import Description, Feature, stated_class
 from oneshot.architecture.expert_sizes import ExpertSizes
 from oneshot.architecture.experts import Experts
 from oneshot.architecture.further import BEHIND, FurtherNames, stated_of_further, without_further
@@ -17,46 +17,3 @@ from oneshot.architecture.shapes import ModelShape, StackShape
 from oneshot.architecture.sizes import read_shape
 from oneshot.architecture.stack import Stack
 from oneshot.architecture.sublayers import Attention, FeedForward, Mixer, Norm, Sublayer, read_by
-
-__all__ = [
-    "BEHIND",
-    "FURTHER_PREFIX",
-    "RANKED_KINDS",
-    "Attention",
-    "Carried",
-    "CarriedSizes",
-    "Description",
-    "ExpertSizes",
-    "Experts",
-    "Feature",
-    "FeedForward",
-    "FurtherNames",
-    "LatentSizes",
-    "LayerShape",
-    "Mixer",
-    "ModelShape",
-    "Norm",
-    "RankedKind",
-    "Sizes",
-    "Stack",
-    "StackShape",
-    "Sublayer",
-    "TableShape",
-    "as_stored",
-    "check_layers",
-    "cut",
-    "from_files",
-    "fuse",
-    "part_of_output",
-    "predicts_tokens",
-    "read_by",
-    "read_shape",
-    "scaled_epsilon",
-    "shapes_of",
-    "split",
-    "stated_class",
-    "stated_of_further",
-    "stored_shapes",
-    "to_files",
-    "without_further",
-]

@@ -4,26 +4,9 @@
 that measure, choose, correct and fold: `one_writer` and `tasks` for attention and an FFN, `experts` for a mixture.
 """
 
-from oneshot.compression.correction import Factors
 from oneshot.compression.curvature import Curvature
 from oneshot.compression.embedding import expanded, reduce_embedding
 from oneshot.compression.layer import CompressedLayer, LayerCompressor
 from oneshot.compression.shared_heads import find_shared_heads
-from oneshot.compression.statistics import Statistics
 from oneshot.compression.sublayer import needs_statistics
-from oneshot.compression.subspaces import StreamSubspaces, Subspaces, find_subspaces
-
-__all__ = [
-    "CompressedLayer",
-    "Curvature",
-    "Factors",
-    "LayerCompressor",
-    "Statistics",
-    "StreamSubspaces",
-    "Subspaces",
-    "expanded",
-    "find_shared_heads",
-    "find_subspaces",
-    "needs_statistics",
-    "reduce_embedding",
-]
+from oneshot.compression.subspaces import StreamSubspaces, find_subspaces

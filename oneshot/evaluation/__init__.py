@@ -4,30 +4,7 @@ from oneshot.evaluation.by_window import load_windows
 from oneshot.evaluation.comparison import Evaluation, Evaluations, kept_comparison, print_evaluations, write_json
 from oneshot.evaluation.conversation import Conversation, was_cut
 from oneshot.evaluation.evaluate import evaluate
-from oneshot.evaluation.kinds import Kind, kind_of, load_as
+from oneshot.evaluation.kinds import kind_of
 from oneshot.evaluation.models import load_model, measure_latency
 from oneshot.evaluation.scoring import TextScore, perplexity, relative_score, score_windows
 from oneshot.evaluation.tasks import run_tasks, task_manager
-
-__all__ = [
-    "Conversation",
-    "Evaluation",
-    "Evaluations",
-    "Kind",
-    "TextScore",
-    "evaluate",
-    "kept_comparison",
-    "kind_of",
-    "load_as",
-    "load_model",
-    "load_windows",
-    "measure_latency",
-    "perplexity",
-    "print_evaluations",
-    "relative_score",
-    "run_tasks",
-    "score_windows",
-    "task_manager",
-    "was_cut",
-    "write_json",
-]

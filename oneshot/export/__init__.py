@@ -1,6 +1,6 @@
 """Writing the result: its forms, the layers on their way into the journal, and what lies beside the weights."""
 
-from oneshot.export.companions import model_classes, verify, write_companions
+from oneshot.export.companions import model_classes, write_companions
 from oneshot.export.engines import notes_on_engines
 from oneshot.export.forms import FORMS, Form, form_of, stated_shape
 from oneshot.export.further import FurtherResult, further_result
@@ -13,31 +13,3 @@ from oneshot.export.resized import renamed_ranks
 from oneshot.export.result_importance import write_result_importance
 from oneshot.export.saving import cast, expected_bytes, part_dtype, with_kept_dtype
 from oneshot.export.tensor_types import quantise_result
-
-__all__ = [
-    "FORMS",
-    "Form",
-    "FurtherResult",
-    "OriginalTypes",
-    "cast",
-    "coordinates",
-    "expected_bytes",
-    "form_of",
-    "further_result",
-    "model_classes",
-    "notes_on_engines",
-    "open_folder",
-    "own_gguf",
-    "part_dtype",
-    "planned_parts",
-    "price_original",
-    "quantise_result",
-    "renamed_ranks",
-    "stated_shape",
-    "tensor_names",
-    "verify",
-    "with_kept_dtype",
-    "write_companions",
-    "write_imatrix",
-    "write_result_importance",
-]

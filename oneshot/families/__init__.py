@@ -15,19 +15,3 @@ from oneshot.families.refusals import (
     UnknownFamilyError,
 )
 from oneshot.families.wrappers import is_text, text_of, with_text
-
-__all__ = [
-    "BERT",
-    "COMPRESSED",
-    "COMPRESSED_MODEL_TYPE",
-    "ENCODER_MODEL_TYPE",
-    "FAMILIES",
-    "LLAMA",
-    "NAS_MODEL_TYPE",
-    "RESIZED_MODEL_TYPE",
-    "UnknownFamilyError",
-    "find_family",
-    "is_text",
-    "text_of",
-    "with_text",
-]

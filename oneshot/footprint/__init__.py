@@ -9,19 +9,3 @@ from oneshot.footprint.conversion import refuse_conversion, with_conversion
 from oneshot.footprint.disk import offload_folder
 from oneshot.footprint.seconds import TYPES, stage_seconds
 from oneshot.footprint.work import Work, describe_work
-
-__all__ = [
-    "TYPES",
-    "Bounds",
-    "Work",
-    "check_stages",
-    "current_bounds",
-    "describe_work",
-    "fits",
-    "load_libraries",
-    "offload_folder",
-    "predict_footprint",
-    "refuse_conversion",
-    "stage_seconds",
-    "with_conversion",
-]

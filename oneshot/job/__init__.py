@@ -4,14 +4,3 @@ from oneshot.job.job import Job, plan_jobs
 from oneshot.job.layers import compress_layers
 from oneshot.job.result import expect_parts, write_outside, write_result
 from oneshot.job.sizes import decide_sizes, tell_of_missed_target
-
-__all__ = [
-    "Job",
-    "compress_layers",
-    "decide_sizes",
-    "expect_parts",
-    "plan_jobs",
-    "tell_of_missed_target",
-    "write_outside",
-    "write_result",
-]

@@ -11,20 +11,3 @@ from oneshot.machine.device import (
 from oneshot.machine.dtype import DtypeChoice, choose_dtype, resolve_dtype
 from oneshot.machine.machine import Machine, Store
 from oneshot.machine.workers import ALONE, Workers, join_workers
-
-__all__ = [
-    "ALONE",
-    "DtypeChoice",
-    "Machine",
-    "Store",
-    "Workers",
-    "choose_dtype",
-    "exact_products",
-    "join_workers",
-    "limited_memory",
-    "repeatable_attention",
-    "resolve_device",
-    "resolve_dtype",
-    "usual_settings",
-    "vendor_solvers",
-]

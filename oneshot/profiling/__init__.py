@@ -21,28 +21,3 @@ from oneshot.profiling.latency import Timings, measured_seconds
 from oneshot.profiling.probes import PROBED_KINDS
 from oneshot.profiling.profile import make_profile
 from oneshot.profiling.profiler import LayerProfiler
-
-__all__ = [
-    "IMPORTANCE_TOKENS",
-    "PROBED_KINDS",
-    "RANKING",
-    "VERDICT",
-    "LayerProfiler",
-    "Timings",
-    "curvature_of_profile",
-    "curvature_tokens",
-    "holds_curvature",
-    "load_profile",
-    "make_profile",
-    "measure_curvature",
-    "measure_importance",
-    "measured_seconds",
-    "profile_hash",
-    "profile_origin",
-    "ranking_lines",
-    "refuse_existing",
-    "refuse_other_model",
-    "refuse_other_text",
-    "save_profile",
-    "text_of_profile",
-]

@@ -7,17 +7,3 @@ from oneshot.run.forms import better_form, grid_of
 from oneshot.run.opening import open_run
 from oneshot.run.prediction import file_bytes, footprint_of, stages_of
 from oneshot.run.run import Run
-
-__all__ = [
-    "SAVED_TEXT",
-    "SAVED_TIMINGS",
-    "Run",
-    "better_form",
-    "budget_of",
-    "file_bytes",
-    "footprint_of",
-    "grid_of",
-    "open_run",
-    "reported",
-    "stages_of",
-]

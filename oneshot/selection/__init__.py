@@ -11,18 +11,3 @@ from oneshot.selection.registry import (
     select_heads,
 )
 from oneshot.selection.selector import Cost, Extent, Need
-
-__all__ = [
-    "SELECTION_DAMPING",
-    "SELECTORS",
-    "Cost",
-    "Evidence",
-    "Extent",
-    "Moments",
-    "Need",
-    "find_selector",
-    "needs_of",
-    "pivots_of_experts",
-    "reads_activations",
-    "select_heads",
-]

@@ -9,30 +9,8 @@ from oneshot.stream.layer import Layer
 from oneshot.stream.layers import LayerBuilder, read_ahead
 from oneshot.stream.lent_keys import LentKeys
 from oneshot.stream.memory import Memory, memory_of
-from oneshot.stream.output_head import OutputHead, Prediction
+from oneshot.stream.output_head import OutputHead
 from oneshot.stream.placement import EXPERTS_TOGETHER, Placement
 from oneshot.stream.routing import Routing
 from oneshot.stream.states import States, Step
 from oneshot.stream.store import ActivationStore
-
-__all__ = [
-    "EXPERTS_TOGETHER",
-    "ActivationStore",
-    "DensePass",
-    "InputSquares",
-    "Layer",
-    "LayerBuilder",
-    "LentKeys",
-    "Memory",
-    "OutputHead",
-    "Placement",
-    "Prediction",
-    "Routing",
-    "States",
-    "Step",
-    "check_family",
-    "enter_further",
-    "holds_scores",
-    "memory_of",
-    "read_ahead",
-]

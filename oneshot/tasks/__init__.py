@@ -2,5 +2,3 @@
 
 from oneshot.tasks.builtin import ALL_BUILTIN, builtin_tasks, expanded, task_config
 from oneshot.tasks.names import refuse_unknown, unknown
-
-__all__ = ["ALL_BUILTIN", "builtin_tasks", "expanded", "refuse_unknown", "task_config", "unknown"]

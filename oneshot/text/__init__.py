@@ -1,6 +1,6 @@
 """Calibration text: where documents come from, how they are packed, and text that the model writes itself."""
 
-from oneshot.text.chats import chat_renderer, is_turn, prompt_ids, rendered
+from oneshot.text.chats import chat_renderer, is_turn, prompt_ids
 from oneshot.text.examples import encode, load_examples, padded
 from oneshot.text.files import PIECE_BYTES, RECORDS, TABLES, ending_of, exists, file_of, present_row, size_of_records
 from oneshot.text.kinds import NUM_KINDS, TOKENS_OF_A_KIND, kind_windows
@@ -34,63 +34,3 @@ from oneshot.text.sources import (
 from oneshot.text.token_files import has_tokens, load_token_ids, save_token_ids, save_token_rows
 from oneshot.text.token_rows import LABELS, MASK, TOKENS, Fillings, fillings_of, text_tokens
 from oneshot.text.tokenizers import bos_of, holds_tokenizer, load_tokenizer, needs_conversion
-
-__all__ = [
-    "BUILTIN",
-    "LABELS",
-    "MASK",
-    "NUM_KINDS",
-    "PIECE_BYTES",
-    "RECORDS",
-    "SELF",
-    "SHORT_NAMES",
-    "TABLES",
-    "TOKENS",
-    "TOKENS_OF_A_KIND",
-    "Batch",
-    "Fillings",
-    "OddRecords",
-    "Text",
-    "bos_of",
-    "chat_renderer",
-    "check_source",
-    "documents_together",
-    "encode",
-    "ending_of",
-    "exists",
-    "file_of",
-    "fillings_of",
-    "has_tokens",
-    "holds_tokenizer",
-    "is_turn",
-    "iter_documents",
-    "iter_pairs",
-    "kind_windows",
-    "load_examples",
-    "load_pairs",
-    "load_text",
-    "load_token_ids",
-    "load_tokenizer",
-    "mix",
-    "needs_conversion",
-    "num_rows",
-    "pack",
-    "padded",
-    "placed",
-    "present_row",
-    "prompt_ids",
-    "read_rows",
-    "rendered",
-    "save_token_ids",
-    "save_token_rows",
-    "shares",
-    "size_of_records",
-    "special_tokens",
-    "split_sources",
-    "text_tokens",
-    "token_hash",
-    "tokenise",
-    "warn_if_long",
-    "whole_letters",
-    "write_text",
-]
