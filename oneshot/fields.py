@@ -43,6 +43,9 @@ FLAGS = {
 }
 
 
+OWN_TYPES = ((Integral, int), (Real, float), (str, str))  # instead of other libraries
+
+
 def display(name: str, value: Any) -> str:
     """Return a field and its value as they are written on the command line."""
     flag = FLAGS.get(name)
@@ -50,7 +53,10 @@ def display(name: str, value: Any) -> str:
 
 
 def check_values(record: Any) -> None:
-    """Raise `ConfigError` if a field of a dataclass has a value of another type, or a word outside its vocabulary."""
+    """Raise `ConfigError` if a field of a dataclass has a value of another type, or a word outside its vocabulary.
+
+    Numbers and texts of other libraries become Python's own.
+    """
     record_class: Any = type(record)
     for name, kinds in _kinds_of_fields(record_class).items():
         value = getattr(record, name)
@@ -62,6 +68,10 @@ def check_values(record: Any) -> None:
         if not any(_is(value, kind) for kind in kinds):
             stated = f"{display(name, reprlib.repr(value))} is of the type {type(value).__name__}"
             raise ConfigError(f"{stated}; give {_described(kinds)}.")
+        if type(value).__module__ != "builtins":  # such as NumPy's, which YAML and JSON lack
+            plain: Any = next((own for kind, own in OWN_TYPES if isinstance(value, kind)), None)
+            if plain is not None:
+                object.__setattr__(record, name, plain(value))
 
 
 @cache  # resolving the annotations of a class takes milliseconds, and planning makes many records

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -42,6 +43,22 @@ def test_a_config_survives_every_way_of_writing_it(options: dict[str, Any], tmp_
     path.write_text(recipe_text(config))
     assert Config.of(**read_recipe(path, {"output": "out"})) == config
     assert parse_config(build_parser().parse_args([f"--config={path}", "-o", "out"])) == config
+
+
+def test_numbers_and_texts_of_numpy_become_pythons(tmp_path: Path) -> None:
+    """Or neither the recipe nor the report could be written, at the end of a run."""
+    options: dict[str, Any] = {
+        "sparsity": np.float64(0.2),
+        "seed": np.int64(3),
+        "form": np.str_("stock"),
+        "damping": np.float32(0.5),
+    }
+    config = Config.of("in", "out", **options)
+    assert config == Config.of("in", "out", sparsity=0.2, seed=3, form="stock", damping=0.5)
+    path = tmp_path / "recipe.yaml"
+    path.write_text(recipe_text(config))
+    assert Config.of(**read_recipe(path, {"output": "out"})) == config
+    assert Config.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
 def test_paths_and_dtypes_of_torch_are_taken_as_texts() -> None:

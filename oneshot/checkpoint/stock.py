@@ -82,7 +82,9 @@ def stock_config(config: dict[str, Any]) -> Any:
 @lru_cache(maxsize=64)  # a run asks for few configs many times, and a copy takes a tenth of the time
 def _parsed(config_json: str) -> Any:
     config = json.loads(config_json)
-    return stock_classes(config)[0].from_dict(with_floats(config))
+    parsed = stock_classes(config)[0].from_dict(with_floats(config))
+    parsed.return_dict = True  # older files say otherwise, and classes of today then fail
+    return parsed
 
 
 def with_floats(value: Any) -> Any:

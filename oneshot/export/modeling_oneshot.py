@@ -398,9 +398,12 @@ def embedded_inputs(model: Any, positional: tuple[Any, ...], named: dict[str, An
     if model.embed_positions is not None:
         numbers = arguments.get("position_ids")
         if numbers is None:
-            cache = cache_name(arguments)
+            cache, mask = cache_name(arguments), arguments.get("attention_mask")
             past = 0 if cache is None else arguments[cache].get_seq_length()
-            numbers = past + torch.arange(embeds.shape[1], device=embeds.device).unsqueeze(0)
+            if isinstance(mask, torch.Tensor) and mask.dim() == 2:  # padding has no places, as in OPT's own class
+                numbers = (mask.long().cumsum(1) - 1).clamp_min(0)[:, past : past + embeds.shape[1]]
+            else:
+                numbers = past + torch.arange(embeds.shape[1], device=embeds.device).unsqueeze(0)
         embeds = embeds + model.embed_positions(numbers)
     if model.config.centred_embedding:
         embeds = embeds - embeds.float().mean(-1, keepdim=True).to(embeds.dtype)

@@ -203,8 +203,8 @@ class Job:
         if not schedule.plans_by_profile:
             if config.target.max_loss is not None:
                 raise ConfigError(
-                    "--max-loss is planned by a profile, and this run makes none; leave --form, --recipe and --set "
-                    "out, or ask for a size."
+                    "--max-loss is planned by a profile, and this run makes none; leave out --form, --recipe and "
+                    "choices of the method, or ask for a size."
                 )
             if config.target.finds_share:
                 raise ConfigError(

@@ -75,7 +75,8 @@ def decide_sizes(job: Job, journal: Journal, types: OriginalTypes | None = None)
 
 def tell_of_missed_target(job: Job) -> None:
     """Warn if a plan removes clearly more or less than was asked for."""
-    if job.config.target.max_loss is not None or job.config.target.finds_share:  # no size was asked for
+    target = job.config.target
+    if target.max_loss is not None or target.finds_share or not target.asks_less:  # no share was asked for
         return
     grid, budget = job.run.grid, job.budget
     sentence = missed_target(budget, budget.measure(grid.dense), budget.measure(grid.stack(job.plan)))

@@ -20,6 +20,7 @@ from oneshot.planning.equal_sizes import (
 )
 from oneshot.planning.grid import Grid
 from oneshot.planning.hidden_size import plan_hidden
+from oneshot.planning.kept import NOTHING
 from oneshot.planning.own_sizes import with_own_sizes
 from oneshot.planning.plan import Plan, RemovedUnit
 from oneshot.planning.problem import Problem, best_of, nearest
@@ -165,8 +166,12 @@ def _refuse(problem: Problem, dense: float) -> None:
     grid, method, budget = problem.grid, problem.method, problem.budget
     grid.refuse_stages(grid.shape.num_hidden_layers)
     if budget.target > dense:
+        more = "give less"
+        if problem.target.sparsity:  # of bytes that a narrower dtype halves
+            share = math.ceil(1000 * (1 - dense * (1 - problem.target.sparsity) / budget.target)) / 1000
+            more = f"ask for --sparsity {share:.3f} or more"
         raise PlanError(
-            f"The target of {budget.show(budget.target)} is above the dense model's {budget.show(dense)}; give less."
+            f"The target of {budget.show(budget.target)} is above the dense model's {budget.show(dense)}; {more}."
         )
     if grid.stored is not None and budget.target == dense:
         raise PlanError(
@@ -227,6 +232,8 @@ def _within_reach(problem: Problem, least: float) -> str:
         found.append(f"ask for --sparsity {share:.3f} or less")
     if not method.reduces_heads and grid.reason_against_heads() is None and _with_heads(problem, method.head_unit):
         found.append("allow --set heads=id as well")
+    if grid.kept != NOTHING and _plan_of(replace(problem, grid=replace(grid, kept=NOTHING))):
+        found.append("leave out --keep")
     return ", or ".join(found)
 
 

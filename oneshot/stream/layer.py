@@ -278,7 +278,8 @@ class Layer:
     def _neurons(self, mixer: FeedForward, normed: torch.Tensor) -> torch.Tensor:
         if mixer.gate is None:
             return self._activation(mixer)(self._part(mixer.up)(normed))
-        return self._gated(mixer, normed).mul_(self._part(mixer.up)(normed))
+        gated, up = self._gated(mixer, normed), self._part(mixer.up)(normed)
+        return gated * up if torch.is_grad_enabled() else gated.mul_(up)  # a graph may need what the activation wrote
 
     def _gated(self, mixer: FeedForward, normed: torch.Tensor) -> torch.Tensor:
         """Return the activations of the gate."""

@@ -237,6 +237,23 @@ def test_learned_positions_follow_the_cache_and_the_padding(
     test_padding_and_attention_kernels_change_nothing(Path(config.output), "sdpa")
 
 
+@torch.inference_mode()
+def test_learned_positions_count_from_the_first_token_behind_padding(
+    make_checkpoint: MakeCheckpoint, make_result: MakeResult
+) -> None:
+    """As in OPT's own class, if a caller gives a mask and no positions; with a cache also."""
+    folder = make_result(make_checkpoint(family="opt"), form="per-layer", sparsity=0.1)
+    model = load_model(folder, device=CPU, dtype=torch.float32)
+    padded = torch.cat((torch.ones(2, 5, dtype=torch.int64), TOKEN_IDS), 1)
+    mask = torch.ones_like(padded)
+    mask[:, :5] = 0
+    wanted = model(TOKEN_IDS).logits
+    torch.testing.assert_close(model(padded, attention_mask=mask).logits[:, 5:], wanted, rtol=0, atol=1e-5)
+    before = model(padded[:, :-3], attention_mask=mask[:, :-3], use_cache=True)
+    after = model(padded[:, -3:], attention_mask=mask, past_key_values=before.past_key_values)
+    torch.testing.assert_close(after.logits, wanted[:, -3:], rtol=0, atol=1e-5)
+
+
 def test_the_modelling_file_imports_only_public_packages() -> None:
     modules = set()
     for node in ast.walk(ast.parse(MODELLING_FILE.read_text())):

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from oneshot.checkpoint import Checkpoint, identify
 from oneshot.config import Config
-from oneshot.errors import ConfigError
+from oneshot.errors import ConfigError, PlanError
 from oneshot.pipeline import compress, predict
 from oneshot.planning import find_kept
 from oneshot.planning.kept import Kept
@@ -59,6 +59,16 @@ def test_what_matches_nothing_or_a_part_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=told.replace("*", r"\*")):
         predict(make_config(make_checkpoint(layers=3), form="per-layer", keep=patterns))
+
+
+def test_a_share_that_what_is_kept_leaves_no_room_for_is_answered_with_that(
+    make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+) -> None:
+    folder = make_checkpoint(layers=3)
+    with pytest.raises(PlanError, match=r"; leave out --keep\.$"):
+        predict(make_config(folder, form="per-layer", keep=["*"]))
+    with pytest.raises(PlanError, match=r"; ask for --sparsity [\d.]+ or less, or .*leave out --keep\.$"):
+        predict(make_config(folder, form="per-layer", keep=["layers.[01].*"], sparsity=0.3))
 
 
 @pytest.mark.parametrize(

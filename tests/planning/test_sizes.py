@@ -378,6 +378,23 @@ def test_a_missed_target_is_in_the_report_the_card_and_the_dry_run(
     assert "7.00% was asked for" in (Path(config.output) / "README.md").read_text()
 
 
+def test_a_stated_size_misses_no_target(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
+    config = make_config(make_checkpoint(), sparsity=None, intermediate_size=41, form="stock", round_to=1)
+    report = compress(config)
+    assert {layer["intermediate_size"] for layer in report.plan["layers"]} == {41}
+    assert not [told for told in report.warnings if "was asked for" in told]
+
+
+def test_a_share_of_bytes_that_the_dtype_alone_removes_is_answered_with_the_least(
+    make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+) -> None:
+    options = {"budget": "bytes", "save_dtype": "bfloat16", "form": "stock", "round_to": 1}
+    folder = make_checkpoint()
+    with pytest.raises(PlanError, match=r"above the dense model's .* ask for --sparsity 0.500 or more.$"):
+        predict(make_config(folder, sparsity=0.2, **options))
+    predict(make_config(folder, sparsity=0.5, **options))
+
+
 @pytest.mark.parametrize("unit", [2.0, 1e-9])
 def test_heads_take_their_share_in_any_unit(unit: float) -> None:
     """A share of bytes, or of seconds proportional to parameters, asks for the same plan."""

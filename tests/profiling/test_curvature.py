@@ -168,6 +168,7 @@ def test_every_decoder_has_it() -> None:
     [
         ("llama", {"attention_bias": True}, 2),
         ("llama", {}, 1),  # of two in a batch, as on a device where scores take much memory
+        ("llama", {"hidden_act": "relu"}, 2),  # whose gradient is by what it wrote
         ("qwen3", {"head_dim": 8, "tied": True}, 2),
         ("mistral", {"sliding_window": 8, "vocabulary": 9000}, 2),  # more than a panel of the head
         *(

@@ -1,5 +1,6 @@
 """A family that is described wrongly is refused at once: Llama's description under the names of other families."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -87,6 +88,14 @@ def test_every_family_passes(name: str, dtype: torch.dtype, tmp_path: Path) -> N
     case = CASES[name]
     folder = save(case.build(**case.options), tmp_path / "model")
     check_family(open_model(folder, tmp_path), cpu_machine(tmp_path, dtype=dtype))
+
+
+@torch.inference_mode()
+def test_a_config_that_asks_for_tuples_passes(tmp_path: Path) -> None:
+    """As some older ones do, which today's classes fail by."""
+    config = Path(save(build_model(), tmp_path / "model")) / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"return_dict": False}))
+    check_family(open_model(str(config.parent), tmp_path), cpu_machine(tmp_path))
 
 
 @pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 1.01), (torch.bfloat16, 1.2)])
