@@ -1,4 +1,4 @@
-"""Compress from little text, and judge in bfloat16: the first window of five kinds of text and of code, and tasks.
+"""Compress from little text, and judge in bfloat16: the first windows of five kinds of text and of code, and tasks.
 
 Rows also have the share of tokens that the dense model would accept of the compressed one in speculative decoding.
 """
@@ -28,6 +28,7 @@ def main() -> None:
     options.add_argument("--num-sequences", type=int, default=16)
     options.add_argument("--sequence-length", type=int, default=256)
     options.add_argument("--window", type=int, default=1024, help="tokens of a judged window")
+    options.add_argument("--max-windows", type=int, default=1, help="that are judged, of each kind")
     options.add_argument("--sparsity", type=float, nargs="+", default=[0.2], help="all sizes share a profile")
     options.add_argument("--form", default="stock")
     options.add_argument("--set", nargs="*", default=[], help="further settings, such as correction=none")
@@ -39,8 +40,9 @@ def main() -> None:
     calibration = calibration_files(asked.calibration, asked.data_dir)
     with TemporaryDirectory() as temporary:
         folder, tokenizer = Path(temporary), load_tokenizer(asked.model)
-        windows = judging_windows(asked.data_dir, folder, tokenizer, 1, kinds=kinds, sequence_length=asked.window)
-
+        windows = judging_windows(
+            asked.data_dir, folder, tokenizer, asked.max_windows, kinds=kinds, sequence_length=asked.window
+        )
         original = load_model(asked.model, device=CPU, dtype=torch.bfloat16)
 
         def scores(model: Path) -> dict[str, TextScore]:
@@ -54,8 +56,10 @@ def main() -> None:
             kinds = {kind: task_values(found, kind) for kind in ("chosen", "written")}
             return {"tasks": {task: value for kind in kinds.values() for task, (value, _) in kind.items()}}
 
-        dense = {kind: one.perplexity for kind, one in scores(asked.model).items()}
-        shared = provenance(model=asked.name, sequence_length=asked.window, max_windows=1, judged_in="bfloat16")
+        dense = {kind: score_windows([original], ids)[0].perplexity for kind, ids in windows.items()}
+        shared = provenance(
+            model=asked.name, sequence_length=asked.window, max_windows=asked.max_windows, judged_in="bfloat16"
+        )
         shared |= {"windows": text_records(windows)}
         if asked.tasks:
             append_row("little_text", shared | {"recipe": "dense", "perplexity": dense} | answers(asked.model))
