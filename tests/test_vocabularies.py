@@ -9,8 +9,8 @@ from oneshot.compression.expert_scores import EXPERT_SCORES, ExpertSelector
 from oneshot.compression.one_writer import NONZEROS
 from oneshot.config import FormName
 from oneshot.errors import ConfigError
+from oneshot.export.companions import OWN_CLASSES
 from oneshot.export.forms import FORMS, STATED_SHAPES
-from oneshot.export.own_classes import OWN_CLASSES
 from oneshot.families.refusals import COMPRESSED
 from oneshot.method import Allocation, Experts, SelectorName, Sketch
 from oneshot.pipeline import predict

@@ -2,7 +2,6 @@
 
 from oneshot.architecture.axes import cut, shapes_of
 from oneshot.architecture.carried import Carried, CarriedSizes
-from oneshot.architecture.checks import check_layers
 from oneshot.architecture.classes import as_stored, predicts_tokens
 from oneshot.architecture.description import Description, Feature, stated_class
 from oneshot.architecture.expert_sizes import ExpertSizes
@@ -14,6 +13,6 @@ from oneshot.architecture.latent import LatentSizes
 from oneshot.architecture.layer_shape import RANKED_KINDS, LayerShape, RankedKind, TableShape
 from oneshot.architecture.resizing import scaled_epsilon
 from oneshot.architecture.shapes import ModelShape, StackShape
-from oneshot.architecture.sizes import read_shape
+from oneshot.architecture.sizes import check_layers, read_shape
 from oneshot.architecture.stack import Stack
 from oneshot.architecture.sublayers import Attention, FeedForward, Mixer, Norm, Sublayer, read_by

@@ -7,12 +7,40 @@ from typing import Literal
 import torch
 
 from oneshot.architecture.axes import Axes
-from oneshot.architecture.branches import Branches
 from oneshot.architecture.layer_shape import LayerShape
 from oneshot.architecture.mixer import WithoutLinears
 from oneshot.architecture.shapes import ModelShape
 from oneshot.errors import CheckpointError
 from oneshot.tensors import Tensors
+
+
+@dataclass(frozen=True)
+class Branches:
+    """Name what experts and the FFN beside them read and write through; norms are RMSNorms.
+
+    Of the stream `x`, the sublayer adds `inside(shared_after(shared(before(x))) + after(experts(experts_before(x))))`.
+    `before` and `inside` are the sublayer's norms, and `shared` is the mixture's shared expert.
+
+    Attributes:
+        router: the module that reads `x`. router_scale: what it multiplies its input with, a number a coordinate.
+    """
+
+    router: str
+    router_scale: str
+    experts_before: str
+    after: str
+    shared_after: str
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Return the modules that it names."""
+        return self.router, self.experts_before, self.after, self.shared_after
+
+    @property
+    def vectors(self) -> tuple[str, ...]:
+        """Return the tensors with a number for every coordinate of the stream."""
+        norms = self.experts_before, self.after, self.shared_after
+        return self.router_scale, *(f"{norm}.weight" for norm in norms)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The sizes of a model, from its config.json and its stored tensors."""
+"""The sizes of a model, from its config.json and its stored tensors, and the check of one against the other."""
 
 import math
 from collections.abc import Mapping
@@ -250,3 +250,24 @@ def _num_layers(
             f"config.json states {num_layers} layers where there are {len(stored)} tensors; give a complete checkpoint."
         )
     return num_layers
+
+
+def check_layers(family: Description, shape: ModelShape, stored: Mapping[str, tuple[int, ...]]) -> None:
+    """Check the layers' tensors, `name -> shape`, against the config's sizes before any work is done.
+
+    `family`: numbered for the shape.
+
+    Raises `CheckpointError` with the first tensor that is missing, unexpected, or of another size.
+    """
+    expected = {
+        family.layer_prefix(layer) + name: size
+        for layer in range(shape.num_hidden_layers)
+        for name, size in family.stored_tensors(shape, layer).items()
+    }
+    in_layers = {name for name in stored if family.is_in_layers(name) and "rotary_emb" not in name}
+    for name in sorted(expected.keys() | in_layers):
+        if stored.get(name) != expected.get(name):
+            raise CheckpointError(
+                f"{name} has shape {stored.get(name)} where config.json of a {family.model_type} model asks for "
+                f"{expected.get(name)}; give a complete, unmodified checkpoint."
+            )

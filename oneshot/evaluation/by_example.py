@@ -11,7 +11,7 @@ from oneshot.errors import CalibrationError
 from oneshot.evaluation.comparison import Evaluation, TextRecord
 from oneshot.evaluation.examples import Reading, examples_record
 from oneshot.evaluation.kinds import Examples, Kind, load_as, read_examples
-from oneshot.evaluation.tokenizers import refuse_other_tokenizers
+from oneshot.evaluation.models import refuse_other_tokenizers
 from oneshot.export import stated_shape
 from oneshot.families import FAMILIES
 from oneshot.text import load_tokenizer

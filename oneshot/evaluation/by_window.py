@@ -12,10 +12,9 @@ from oneshot.architecture import StackShape
 from oneshot.checkpoint import Checkpoint, identify
 from oneshot.errors import CalibrationError, ConfigError
 from oneshot.evaluation.comparison import Evaluation, TextRecord, text_record
-from oneshot.evaluation.models import load_model, measure_latency
+from oneshot.evaluation.models import load_model, measure_latency, refuse_other_tokenizers
 from oneshot.evaluation.scoring import TextScore, relative_score, score_windows
 from oneshot.evaluation.tasks import load_documents, run_tasks, task_manager
-from oneshot.evaluation.tokenizers import refuse_other_tokenizers
 from oneshot.export import stated_shape
 from oneshot.report.display import tell_file
 from oneshot.tasks import expanded

@@ -1,9 +1,9 @@
-"""Loading models for inference, and their latency."""
+"""Models and tokenizers that are compared: loading them for inference, their latency, and one text for all."""
 
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,10 @@ from typing import Any
 import torch
 
 from oneshot.checkpoint import Checkpoint, load_whole
+from oneshot.errors import CalibrationError
 from oneshot.export import model_classes, renamed_ranks
 from oneshot.report.display import progress_bar
+from oneshot.text import holds_tokenizer, load_tokenizer
 
 LATENCY_ROUNDS = 5
 
@@ -81,3 +83,21 @@ def _timed(call: Callable[[], Any]) -> tuple[Any, float]:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return result, time.perf_counter() - started
+
+
+def refuse_other_tokenizers(
+    names: Sequence[str], checkpoints: Sequence[Checkpoint], tokenizer: Any, tokens: Iterable[int]
+) -> None:
+    """Raise `CalibrationError` if a token id means different text in two of the models.
+
+    Models that lie without a tokenizer are taken to have the first one's, which is `tokenizer`.
+    """
+    ids = sorted(set(tokens))
+    for name, checkpoint in zip(names[1:], checkpoints[1:], strict=True):
+        if not holds_tokenizer(checkpoint.folder):
+            continue
+        if load_tokenizer(checkpoint.folder).convert_ids_to_tokens(ids) != tokenizer.convert_ids_to_tokens(ids):
+            raise CalibrationError(
+                f"The tokenizers of {names[0]} and {name} differ, so the same numbers are "
+                "other texts to the two models; compare models of one tokenizer, or evaluate each alone."
+            )

@@ -1,15 +1,20 @@
-"""Files beside the weights: config, tokenizer, licence; and the check of the result against its model class."""
+"""Files beside the weights: config, tokenizer, licence; and the check of the result against its model class.
+
+Results of forms with a modelling file are opened by classes of this package. No file of a checkpoint is run.
+"""
 
 import json
 import logging
 import shutil
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from oneshot.architecture import Description, Experts, as_stored
 from oneshot.checkpoint import (
@@ -25,9 +30,40 @@ from oneshot.checkpoint import (
 from oneshot.checkpoint.safe_files import CONFIG_ENDING, companion_files, read_config
 from oneshot.errors import OutputError
 from oneshot.export.older_keys import with_older_keys
-from oneshot.export.own_classes import OWN_CLASSES
 from oneshot.export.result_tokenizer import keep_tokenizer
-from oneshot.families import FAMILIES, find_family
+from oneshot.families import (
+    COMPRESSED_MODEL_TYPE,
+    ENCODER_MODEL_TYPE,
+    FAMILIES,
+    NAS_MODEL_TYPE,
+    RESIZED_MODEL_TYPE,
+    find_family,
+)
+
+Classes = tuple[Any, Any]  # of the config and of the model
+
+
+def _classes(file: str, name: str | None, config: dict[str, Any]) -> Classes:
+    """Return the classes of a modelling file; the one that the config states if no `name` is given."""
+    model_class = getattr(import_module(f"oneshot.export.{file}"), name or config["architectures"][0])
+    return model_class.config_class, model_class
+
+
+def coordinates(width: int, rank: int) -> nn.Module:
+    """Return what a linear of low rank reads through in the per-layer form, with no values yet."""
+    from oneshot.export.modeling_oneshot import OneshotCoordinates
+
+    return OneshotCoordinates(width, rank)
+
+
+OWN_CLASSES: dict[str, Callable[[dict[str, Any]], Classes]] = {
+    COMPRESSED_MODEL_TYPE: partial(_classes, "modeling_oneshot", "OneshotForCausalLM"),
+    ENCODER_MODEL_TYPE: partial(_classes, "modeling_oneshot_encoder", None),
+    NAS_MODEL_TYPE: partial(_classes, "modeling_nemotron_nas", "DeciLMForCausalLM"),
+    RESIZED_MODEL_TYPE: partial(_classes, "modeling_oneshot_resized", None),
+}
+"""The classes of a config.json, by its model type; imported when they are needed, because they load transformers."""
+
 
 CODE, PIPELINES = "auto_map", "custom_pipelines"  # entries that name classes in files of code or on the hub
 logger = logging.getLogger(__name__)

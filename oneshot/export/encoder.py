@@ -9,9 +9,8 @@ from oneshot.architecture import Description, LayerShape, ModelShape, StackShape
 from oneshot.checkpoint import Model, complete_config
 from oneshot.compression import StreamSubspaces
 from oneshot.compression.fold_post_norm import fold_output, fold_table, fold_tied_head
-from oneshot.export.llama_layers import RenamedLayers
+from oneshot.export.llama_layers import OwnCode, RenamedLayers
 from oneshot.export.outside import Part, unchanged_outside
-from oneshot.export.own_code import OwnCode
 from oneshot.families import BERT, ENCODER_MODEL_TYPE
 from oneshot.planning import Grid, Plan
 from oneshot.tensors import Tensors

@@ -1,5 +1,9 @@
-"""The tensors of a GGUF file: how each is stored, and its values read from the journal's parts."""
+"""The tensors of a GGUF file: how each is stored, and its values read from the journal's parts.
 
+Float16, which GGUF's types also scale by, does not hold all weights; who reads them is told.
+"""
+
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +13,7 @@ import numpy as np
 import torch
 
 from oneshot.checkpoint.layout import Place
-from oneshot.export.float16 import tell_of_little
+from oneshot.errors import PlanError
 
 Kind = Literal["F32", "F16", "BF16", "Q8_0"]  # names of gguf.GGMLQuantizationType
 
@@ -95,3 +99,30 @@ def quantised(name: str, values: np.ndarray) -> np.ndarray:
         result[start : start + panel] = gguf.quants.quantize(part, gguf.GGMLQuantizationType.Q8_0)
     tell_of_little(name, largest, "q8_0", STEPS)
     return result
+
+
+LITTLE = 2.0**-18  # below its normal numbers float16 loses a bit by each halving; here six are left
+logger = logging.getLogger(__name__)
+
+
+def beyond_float16(module: str, largest: float) -> PlanError:
+    """Return the error of a weight that no type has numbers for."""
+    return PlanError(
+        f"The weights of {module} are up to {largest:.1e}, and float16, which the types of GGUF scale by, does not "
+        "hold that; leave --bits and --max-file-size out."
+    )
+
+
+def below_float16(module: str, largest: float) -> PlanError:
+    """Return the error of a weight of which no type keeps half."""
+    return PlanError(
+        f"No type of GGUF keeps half of what the weights of {module} do: they are at most {largest:.1e}, and float16, "
+        "which these types scale by, ends at 6e-08, or columns beside each other differ far too much; leave --bits and "
+        "--max-file-size out."
+    )
+
+
+def tell_of_little(name: str, largest: float, save_dtype: str, steps: int = 1) -> None:
+    """Warn of a matrix whose largest value, as so many steps of a scale, is where float16 ends."""
+    if 0 < largest < LITTLE * steps:
+        logger.warning("%s is at most %.1e, so %s keeps little of it; bfloat16 keeps more.", name, largest, save_dtype)

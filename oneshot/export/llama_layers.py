@@ -1,15 +1,41 @@
-"""The bases of forms whose layers have the names of another family, most of them Llama's, and their refusals."""
+"""The bases of forms with a modelling file, and of forms whose layers have another family's names, mostly Llama's."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import ClassVar
 
 from oneshot.architecture import Description, StackShape
-from oneshot.checkpoint import Model, complete_config
+from oneshot.checkpoint import Journal, Model, complete_config
 from oneshot.compression import StreamSubspaces
+from oneshot.config import SaveDtype
 from oneshot.errors import PlanError
+from oneshot.export.companions import finish_weights
 from oneshot.export.outside import OutsideNames, Part, folded_outside
 from oneshot.families import LLAMA
 from oneshot.planning import Grid, Plan
+from oneshot.report.card import python_usage
 from oneshot.tensors import Tensors
+
+
+class OwnCode:
+    """A checkpoint of safetensors whose layers have sizes of their own, with the `modelling_files` in its folder."""
+
+    title = "A checkpoint whose layers have their own sizes"
+    opened_by = "transformers"
+    is_safetensors = True
+    modelling_files: ClassVar[tuple[Path, ...]]
+
+    def usage(self, task: str) -> str:
+        """Return code that opens the result."""
+        return python_usage(task, runs_code=True)
+
+    def write(
+        self, model: Model, plan: Plan, journal: Journal, advance: Callable[[int], None], save_dtype: SaveDtype
+    ) -> int:
+        """Complete the weight files beside the modelling files, and return the parameters that they hold."""
+        return finish_weights(journal, *self.modelling_files)
+
 
 ADAPTERS = 'Adapters of peft need names: `LoraConfig(target_modules="all-linear")`.'
 NAMES = OutsideNames(LLAMA.stack.embedding, "model.norm.weight", "lm_head.weight")

@@ -10,10 +10,10 @@ from oneshot.checkpoint.own_sizes import KEPT_KEYS
 from oneshot.export.llama_layers import (
     ADAPTERS,
     LlamaLayers,
+    OwnCode,
     reason_against_llama,
     refuse_different_heads,
 )
-from oneshot.export.own_code import OwnCode
 from oneshot.families import NAS_MODEL_TYPE
 from oneshot.planning import Grid, Plan
 

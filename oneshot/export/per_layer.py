@@ -8,8 +8,7 @@ from oneshot.architecture import LayerShape, ModelShape, StackShape
 from oneshot.architecture.stated_shapes import NOT_IN_LAYERS
 from oneshot.checkpoint import Model, complete_config
 from oneshot.checkpoint.own_sizes import KEPT_KEYS
-from oneshot.export.llama_layers import ADAPTERS, LlamaLayers
-from oneshot.export.own_code import OwnCode
+from oneshot.export.llama_layers import ADAPTERS, LlamaLayers, OwnCode
 from oneshot.families import COMPRESSED_MODEL_TYPE
 from oneshot.planning import Grid, Plan
 

@@ -18,8 +18,8 @@ from oneshot.checkpoint import (
 from oneshot.checkpoint.own_sizes import WITHIN
 from oneshot.compression import StreamSubspaces
 from oneshot.errors import PlanError
+from oneshot.export.llama_layers import OwnCode
 from oneshot.export.outside import Part
-from oneshot.export.own_code import OwnCode
 from oneshot.export.per_layer import MODELLING_FILE as LLAMA_FILE
 from oneshot.export.stock import StockForm
 from oneshot.families import RESIZED_MODEL_TYPE

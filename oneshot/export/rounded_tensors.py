@@ -17,7 +17,7 @@ from oneshot.checkpoint.gguf_rotary import interleave
 from oneshot.compression.overflow import naming_the_layer
 from oneshot.compression.rounding import TOKENS_PER_COLUMN, feedback_factor, row_energies, trusted_gram
 from oneshot.compression.statistics import GramAccumulator, Statistics
-from oneshot.export.float16 import beyond_float16
+from oneshot.export.gguf_tensors import beyond_float16
 from oneshot.export.quantisers import block_of, quantise, read_rows, usable_importance
 from oneshot.export.result_model import EMBEDDING, HEAD, ResultLayer, ResultModel
 from oneshot.machine.transfer import as_like

@@ -10,8 +10,7 @@ import torch
 
 from oneshot.checkpoint import Checkpoint, GgufCheckpoint
 from oneshot.config import Config, SaveDtype
-from oneshot.export.float16 import tell_of_little
-from oneshot.export.gguf_tensors import BLOCK, BLOCK_BYTES
+from oneshot.export.gguf_tensors import BLOCK, BLOCK_BYTES, tell_of_little
 from oneshot.tensors import Tensors
 
 logger = logging.getLogger(__name__)

@@ -19,8 +19,8 @@ from oneshot.architecture import StackShape
 from oneshot.compression.statistics import Statistics
 from oneshot.config import Config
 from oneshot.errors import PlanError
-from oneshot.export.float16 import below_float16, beyond_float16
 from oneshot.export.gguf import expected_tensors, with_all_ffns
+from oneshot.export.gguf_tensors import below_float16, beyond_float16
 from oneshot.export.quantisers import bytes_of, rounded, types_of, usable_importance
 from oneshot.export.result_model import EMBEDDING, HEAD, ResultModel
 from oneshot.export.result_of_stock import open_result
@@ -73,7 +73,7 @@ def quantise_result(
     """Give the matrices of a GGUF result types of their own, in place, and write the types beside it.
 
     Args:
-        inputs: of `write_result_importance`, of this text. tell: receives the number of a layer before it is rounded.
+        inputs: of `result_importance`, of this text. tell: receives the number of a layer before it is rounded.
 
     Raises `PlanError` if the smallest types take more than `config` allows.
     """

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from oneshot.architecture.branches import Branches
 from oneshot.architecture.carried import Carried, carried_layers
 from oneshot.architecture.description import Description, Sizes
-from oneshot.architecture.experts import Experts
+from oneshot.architecture.experts import Branches, Experts
 from oneshot.architecture.resizing import set_width
 from oneshot.architecture.shapes import ModelShape
 from oneshot.architecture.stack import Stack

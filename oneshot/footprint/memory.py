@@ -11,9 +11,8 @@ from dataclasses import replace
 from oneshot.compression.fold import PANEL_ROWS
 from oneshot.export.result_sensitivity import SENSITIVITY_TOKENS
 from oneshot.footprint import terms
-from oneshot.footprint.curvature_memory import curvature_stages
 from oneshot.footprint.layer_memory import layer_stages
-from oneshot.footprint.profile_memory import profile_stages
+from oneshot.footprint.profile_memory import curvature_stages, profile_stages
 from oneshot.footprint.terms import BATCH, DOUBLE, FLOAT, Stage, Term, computed, largest
 from oneshot.footprint.work import Work
 from oneshot.profiling import IMPORTANCE_TOKENS

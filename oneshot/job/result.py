@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from oneshot.checkpoint import Journal, card_metadata
+from oneshot.checkpoint import IMPORTANCE_NAME, Journal, card_metadata
 from oneshot.checkpoint.compressed import original_parameters
 from oneshot.export import (
     cast,
@@ -14,10 +14,13 @@ from oneshot.export import (
     planned_parts,
     quantise_result,
     write_companions,
-    write_result_importance,
+    write_imatrix,
 )
 from oneshot.export.gguf import FILE_NAME
+from oneshot.export.imatrix import TensorNames
 from oneshot.export.quantised import quantisation_config
+from oneshot.export.result_model import result_importance
+from oneshot.export.result_of_stock import open_result
 from oneshot.families import with_text
 from oneshot.job.job import Job
 from oneshot.machine.memory import peak_bytes, peak_device_bytes
@@ -115,7 +118,10 @@ def _write_importance(job: Job, journal: Journal) -> None:
     text, layers = job.run.text.first(IMPORTANCE_TOKENS), job.run.model.shape.num_hidden_layers
     bar = ProgressBar(job.run.tracker, num_layers=layers, total=text.num_tokens, stage="importance")
     path, machine = journal.partial / FILE_NAME, job.run.machine
-    inputs = write_result_importance(path, text, machine, advance=bar.advance)
+    result = open_result(path, text, machine)
+    names = TensorNames(result.source.architecture, result.num_layers, has_experts=False)
+    inputs = result_importance(result, bar.advance)
+    write_imatrix(path.with_name(IMPORTANCE_NAME), inputs, names, text, result.config)
     if job.schedule.chooses_types:
         tracker = job.run.tracker
         tracker.step("choosing the types of tensors")

@@ -1,9 +1,15 @@
-"""Tensors on their way between the host and a CUDA device; on a CPU nothing is copied.
+"""Tensors on their way to where they are used: read ahead, and moved between the host and a CUDA device.
+
+On a CPU nothing is copied.
 
 A blocking copy between host and device converts on the host if the dtypes differ. So here every tensor crosses in its
 own dtype or in the target's, whichever the device has, and is converted on the device. Host memory on the way is
 pinned, so that copies need not wait; torch keeps pinned memory for the next layer.
 """
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import torch
 
@@ -64,3 +70,18 @@ class Uploader:
         for tensor in on_device.values():
             tensor.record_stream(computing)  # its memory is used there and was taken on the other stream
         return on_device
+
+
+Item = TypeVar("Item")
+
+
+def prefetch(load: Callable[[int], Item], count: int) -> Iterator[Item]:
+    """Yield `load(0) … load(count − 1)`; a thread loads the next item while the caller works on the last."""
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch") as executor:
+        pending = executor.submit(load, 0)
+        for index in range(count):
+            loaded = pending.result()
+            if index + 1 < count:
+                pending = executor.submit(load, index + 1)
+            yield loaded
+            del loaded  # free before the next item is waited for

@@ -7,13 +7,6 @@
 from oneshot.planning.budget import Budget, default_round_to, missed_target
 from oneshot.planning.curves import Profile, ProfileOrigin
 from oneshot.planning.damages import Damages, predicted_damage, profiled_damages
-from oneshot.planning.expected import (
-    MANY_NEURONS,
-    MEASURED_SHARE,
-    expected_of_equal_layers,
-    expected_of_own_sizes,
-    removed_neurons,
-)
 from oneshot.planning.grid import Grid
 from oneshot.planning.groups import quantiser_groups
 from oneshot.planning.hidden_size import groups_of_positions, spread_hidden_sizes
@@ -23,9 +16,14 @@ from oneshot.planning.options import expert_counts
 from oneshot.planning.plan import LEFT_OUT, HiddenPlan, LayerPlan, Plan, dense_plan, removed_unit
 from oneshot.planning.predicted import (
     LEAST_SHARE,
+    MANY_NEURONS,
+    MEASURED_SHARE,
     beside_rounding,
+    expected_of_equal_layers,
+    expected_of_own_sizes,
     predicted_curve,
     predicted_divergences,
+    removed_neurons,
     with_share,
     within_loss,
 )

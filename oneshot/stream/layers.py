@@ -12,8 +12,7 @@ from oneshot.architecture import Attention, ModelShape, Stack, fuse
 from oneshot.checkpoint import Model, copy_modules, resized_config
 from oneshot.errors import CalibrationError
 from oneshot.machine import Machine
-from oneshot.machine.prefetch import prefetch
-from oneshot.machine.transfer import pinned, uploaded
+from oneshot.machine.transfer import pinned, prefetch, uploaded
 from oneshot.stream.layer import Layer, with_parts
 from oneshot.stream.memory import Memory
 from oneshot.stream.output_head import LastStates, OutputHead

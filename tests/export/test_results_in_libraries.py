@@ -19,7 +19,7 @@ from oneshot.architecture import ModelShape, TableShape
 from oneshot.checkpoint import open_model
 from oneshot.evaluation import load_model
 from oneshot.export import form_of
-from oneshot.export.own_classes import OWN_CLASSES
+from oneshot.export.companions import OWN_CLASSES
 from oneshot.export.per_layer import per_layer_config
 from oneshot.planning import LayerPlan, Plan
 

@@ -20,7 +20,7 @@ from oneshot.compression.correction import Factors
 from oneshot.compression.fold import fold_sublayer, head_columns
 from oneshot.errors import CalibrationError, DeviceError
 from oneshot.machine import Store, Workers, resolve_device
-from oneshot.machine.prefetch import prefetch
+from oneshot.machine.transfer import prefetch
 from oneshot.stream import ActivationStore, Layer, LayerBuilder, OutputHead, States, Step
 from oneshot.stream.memory import memory_of
 from oneshot.text import Batch, Text

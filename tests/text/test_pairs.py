@@ -11,7 +11,7 @@ from t5_models import t5_tokenizer, write_pairs
 
 from oneshot.errors import CalibrationError
 from oneshot.text import Text, load_pairs
-from oneshot.text.span_corruption import SHORTEST, corrupt_spans, longest_text
+from oneshot.text.pairs import SHORTEST, corrupt_spans, longest_text
 
 SENTINELS = list(range(1000, 1100))
 END, START = 1, 0
