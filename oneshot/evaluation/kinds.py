@@ -18,23 +18,8 @@ from oneshot.evaluation.masked_tokens import MaskedTokens
 from oneshot.evaluation.retrieval import Retrieval
 from oneshot.export import model_classes
 from oneshot.families import FAMILIES
+from oneshot.report.card import USES
 
-# The ends of the names of transformers' classes, in the order in which they are tried.
-ENDINGS: dict[str, Kind] = {
-    "ForSequenceClassification": "classification",
-    "ForMaskedLM": "masked-lm",
-    "ForQuestionAnswering": "question-answering",
-    "ForConditionalGeneration": "text-to-text",
-    "ForCausalLM": "causal",
-    "Model": "embedding",
-}
-AUTO_CLASSES: dict[Kind, str] = {
-    "classification": "AutoModelForSequenceClassification",
-    "masked-lm": "AutoModelForMaskedLM",
-    "embedding": "AutoModel",
-    "text-to-text": "AutoModelForSeq2SeqLM",
-    "question-answering": "AutoModelForQuestionAnswering",
-}
 UNUSED = {"embedding": "pooler"}  # a part of the class that a kind does not use, so it may be missing
 
 
@@ -76,9 +61,9 @@ def kind_of(config: Mapping[str, Any]) -> Kind:
     if predicts:
         return "causal"
     stated = stated_class(dict(config)) or "(none)"
-    for ending, kind in ENDINGS.items():
-        if stated.endswith(ending):
-            return kind
+    kind = next((use.kind for ending, use in USES.items() if stated.endswith(ending)), None)
+    if kind is not None:
+        return kind
     raise CheckpointError(
         f"config.json states the class {stated[:100]}, whose kind is not known; give --kind, one of "
         f"{', '.join(get_args(Kind))}."
@@ -103,7 +88,7 @@ def load_as(kind: Kind, folder: Path, config: Mapping[str, Any], device: torch.d
 
     try:
         if config.get("model_type") in CONFIG_MAPPING:
-            model_class: Any = getattr(transformers, AUTO_CLASSES[kind])
+            model_class: Any = getattr(transformers, next(use.auto_class for use in USES.values() if use.kind == kind))
         else:
             _, model_class = model_classes(dict(config))
         model, loading = load_whole(model_class, folder, dtype=dtype, output_loading_info=True)

@@ -13,17 +13,11 @@ from oneshot.export.llama_layers import OwnCode, RenamedLayers
 from oneshot.export.outside import Part, unchanged_outside
 from oneshot.families import BERT, ENCODER_MODEL_TYPE
 from oneshot.planning import Grid, Plan
+from oneshot.report.card import USES
 from oneshot.tensors import Tensors
 
 MODELLING_FILE = Path(__file__).parent / "modeling_oneshot_encoder.py"
 DISTILBERT_EPSILON = 1e-12  # in its code; its config does not state it
-AUTO_CLASSES = {
-    "Model": "AutoModel",
-    "ForMaskedLM": "AutoModelForMaskedLM",
-    "ForSequenceClassification": "AutoModelForSequenceClassification",
-    "ForQuestionAnswering": "AutoModelForQuestionAnswering",
-    "ForTokenClassification": "AutoModelForTokenClassification",
-}
 KEPT_KEYS = (
     "dtype",
     "id2label",
@@ -119,9 +113,9 @@ def encoder_config(config: dict[str, Any], shape: ModelShape, stack: StackShape,
     """Return the config.json of a per-layer encoder from the dense model's config and the new sizes."""
     complete = complete_config(config)
     kept = {name: complete[name] for name in KEPT_KEYS if complete.get(name) is not None}
-    head = next(name for name in AUTO_CLASSES if (stated_class(config) or "Model").endswith(name))
+    head = next(name for name in USES if (stated_class(config) or "Model").endswith(name))
     auto_map = {"AutoConfig": f"{MODELLING_FILE.stem}.OneshotEncoderConfig"}
-    auto_map |= {AUTO_CLASSES[name]: f"{MODELLING_FILE.stem}.OneshotEncoder{name}" for name in {"Model", head}}
+    auto_map |= {USES[name].auto_class: f"{MODELLING_FILE.stem}.OneshotEncoder{name}" for name in {"Model", head}}
     is_bert = complete["model_type"] == BERT.model_type
     return kept | {
         "model_type": ENCODER_MODEL_TYPE,

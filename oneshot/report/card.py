@@ -2,12 +2,12 @@
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from huggingface_hub import ModelCardData
 
 from oneshot.architecture import stated_class
-from oneshot.config import own_name
+from oneshot.config import Kind, own_name
 from oneshot.errors import printable
 from oneshot.json_text import json_text
 from oneshot.report.layer_table import layer_table, size_rows
@@ -18,32 +18,39 @@ from oneshot.serving import Serving
 REPORT_NAME = "oneshot_report.json"
 CARD_NAME = "README.md"
 PAGE_NAME = "report.html"
-TASKS = {  # names on the hub, by the ending of a class's name
-    "ForMaskedLM": "fill-mask",
-    "ForSequenceClassification": "text-classification",
-    "ForQuestionAnswering": "question-answering",
-    "ForTokenClassification": "token-classification",
-    "ForConditionalGeneration": "text2text-generation",
-    "Model": "feature-extraction",
-}
-AUTO_CLASSES = {  # of transformers, and the hub's names of their tasks
-    "AutoModelForCausalLM": "text-generation",
-    "AutoModelForMaskedLM": "fill-mask",
-    "AutoModelForSequenceClassification": "text-classification",
-    "AutoModelForQuestionAnswering": "question-answering",
-    "AutoModelForTokenClassification": "token-classification",
-    "AutoModelForSeq2SeqLM": "text2text-generation",
-    "AutoModel": "feature-extraction",
-}
 CODE_NEEDS = "5.5"  # least transformers that our modelling files run in; each of them checks it
 QUALITY = "<!-- quality: not measured -->"  # replaced by `additions.add_check`
+
+
+class Use(NamedTuple):
+    """What a model class is for: transformers' class that opens it, the hub's name of its task, and its kind here."""
+
+    auto_class: str
+    task: str
+    kind: Kind | None
+
+
+WRITES = Use("AutoModelForCausalLM", "text-generation", "causal")
+USES = {  # by the ending of a class's name, in the order in which they are tried
+    "ForCausalLM": WRITES,
+    "LMHeadModel": WRITES,
+    "ForMaskedLM": Use("AutoModelForMaskedLM", "fill-mask", "masked-lm"),
+    "ForSequenceClassification": Use("AutoModelForSequenceClassification", "text-classification", "classification"),
+    "ForQuestionAnswering": Use("AutoModelForQuestionAnswering", "question-answering", "question-answering"),
+    "ForTokenClassification": Use("AutoModelForTokenClassification", "token-classification", None),
+    "ForConditionalGeneration": Use("AutoModelForSeq2SeqLM", "text2text-generation", "text-to-text"),
+    "Model": Use("AutoModel", "feature-extraction", "embedding"),
+}
+READS_IMAGES = Use("AutoModelForImageTextToText", "image-text-to-text", "causal")  # with a decoder's config inside
 HUB_TEXTS = {"c4": "allenai/c4", "wikitext2": "Salesforce/wikitext"}
 
 
 def task_of(config: dict[str, Any]) -> str:
     """Return the hub's name for what the class of a config.json does."""
-    stated = stated_class(config) or "ForCausalLM"
-    return next((task for ending, task in TASKS.items() if stated.endswith(ending)), "text-generation")
+    stated = stated_class(config) or ""
+    if "text_config" in config:
+        return READS_IMAGES.task
+    return next((use.task for ending, use in USES.items() if stated.endswith(ending)), WRITES.task)
 
 
 def write_report(
@@ -130,7 +137,7 @@ your own task before use. All settings and the error of every layer are in `ones
 
 def python_usage(task: str, *, runs_code: bool = False) -> str:
     """Return a block of code by which transformers opens a result; `runs_code`: with a modelling file beside it."""
-    auto = next(name for name, each in AUTO_CLASSES.items() if each == task)
+    auto = next(use.auto_class for use in (*USES.values(), READS_IMAGES) if use.task == task)
     remote = ", trust_remote_code=True" if runs_code else ""
     needs = f"# needs transformers {CODE_NEEDS} or later\n" if runs_code else ""
     return f"""```python

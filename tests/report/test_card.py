@@ -6,14 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 import yaml
 from factories import MakeCheckpoint, MakeConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from oneshot import Report
 from oneshot.checkpoint import card_metadata
 from oneshot.export import FORMS
 from oneshot.pipeline import compress
-from oneshot.report.card import CODE_NEEDS, model_card
+from oneshot.report.card import CODE_NEEDS, model_card, python_usage, task_of
 from oneshot.text import load_tokenizer
 
 OURS = {
@@ -79,6 +81,32 @@ def test_a_result_inherits_licence_languages_and_data_sets(
     assert f"{report.stored_parameters['compressed']:,}" in card
     assert "A stock checkpoint, made smaller" in card
     assert card_metadata(Path(report.config["output"])) == card_metadata(folder)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "model_class", "inner", "auto_class", "task"),
+    [
+        ("gpt2", "GPT2LMHeadModel", {}, "AutoModelForCausalLM", "text-generation"),
+        ("llama", "LlamaModel", {}, "AutoModel", "feature-extraction"),
+        ("t5", "T5ForConditionalGeneration", {}, "AutoModelForSeq2SeqLM", "text2text-generation"),
+        (
+            "qwen2_vl",
+            "Qwen2VLForConditionalGeneration",
+            {"text_config": {}},
+            "AutoModelForImageTextToText",
+            "image-text-to-text",
+        ),
+    ],
+)
+def test_the_card_names_the_class_that_opens_a_model_type(
+    model_type: str, model_class: str, inner: dict[str, Any], auto_class: str, task: str
+) -> None:
+    config = {"model_type": model_type, "architectures": [model_class], **inner}
+    assert task_of(config) == task
+    assert f"{auto_class}.from_pretrained(name)" in python_usage(task)
+    opened = getattr(transformers, auto_class)._model_mapping
+    assert CONFIG_MAPPING[model_type] in opened
+    assert opened[CONFIG_MAPPING[model_type]].__name__ == model_class
 
 
 @pytest.mark.parametrize("form", FORMS)
