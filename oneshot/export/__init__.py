@@ -2,7 +2,8 @@
 
 from oneshot.export.companions import coordinates, model_classes, write_companions
 from oneshot.export.engines import notes_on_engines
-from oneshot.export.forms import FORMS, Form, form_of, stated_shape
+from oneshot.export.form import Form
+from oneshot.export.forms import FORMS, form_of, stated_shape
 from oneshot.export.further import FurtherResult, further_result
 from oneshot.export.gguf_result import open_folder, own_gguf
 from oneshot.export.imatrix import tensor_names, write_imatrix

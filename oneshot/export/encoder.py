@@ -9,7 +9,7 @@ from oneshot.architecture import Description, LayerShape, ModelShape, StackShape
 from oneshot.checkpoint import Model, complete_config
 from oneshot.compression import StreamSubspaces
 from oneshot.compression.fold_post_norm import fold_output, fold_table, fold_tied_head
-from oneshot.export.llama_layers import OwnCode, RenamedLayers
+from oneshot.export.llama_layers import RenamedLayers
 from oneshot.export.outside import Part, unchanged_outside
 from oneshot.families import BERT, ENCODER_MODEL_TYPE
 from oneshot.planning import Grid, Plan
@@ -30,14 +30,13 @@ KEPT_KEYS = (
 )
 
 
-class EncoderForm(OwnCode, RenamedLayers):
+class EncoderForm(RenamedLayers):
     """A checkpoint of an encoder whose layers have their own widths and heads, and its states their own subspaces."""
 
     name = "per-layer"
     modelling_files = (MODELLING_FILE,)
 
     def loading(self, config: dict[str, Any]) -> str:
-        """Return how the result is opened."""
         auto_class = [name for name in config["auto_map"] if name not in ("AutoConfig", "AutoModel")] or ["AutoModel"]
         return (
             f"It loads with `{auto_class[0]}.from_pretrained(..., trust_remote_code=True)`, which runs the modelling "
@@ -45,7 +44,6 @@ class EncoderForm(OwnCode, RenamedLayers):
         )
 
     def grid(self, model: Model) -> Grid:
-        """Return the sizes that our own class can have."""
         return Grid(
             model.family,
             model.shape,
@@ -58,7 +56,6 @@ class EncoderForm(OwnCode, RenamedLayers):
         )
 
     def config(self, model: Model, plan: Plan) -> dict[str, Any]:
-        """Return the config.json of the result."""
         has_pooler = any(name.endswith("pooler.dense.weight") for name in model.checkpoint.tensor_names)
         stack = self.grid(model).stack(plan)
         return encoder_config(model.checkpoint.config, model.shape, stack, has_pooler=has_pooler)
@@ -70,8 +67,6 @@ class EncoderForm(OwnCode, RenamedLayers):
     def outside(
         self, model: Model, plan: Plan, subspaces: StreamSubspaces | None, embedding: Tensors | None
     ) -> list[Part]:
-        """Return readers of the tensors outside the layers, one for each part of the journal."""
-
         def renamed(read: Part) -> Tensors:
             return {_as_bert(model.family, name): tensor for name, tensor in read().items()}
 

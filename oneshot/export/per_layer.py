@@ -8,7 +8,7 @@ from oneshot.architecture import LayerShape, ModelShape, StackShape
 from oneshot.architecture.stated_shapes import NOT_IN_LAYERS
 from oneshot.checkpoint import Model, complete_config
 from oneshot.checkpoint.own_sizes import KEPT_KEYS
-from oneshot.export.llama_layers import ADAPTERS, LlamaLayers, OwnCode
+from oneshot.export.llama_layers import ADAPTERS, LlamaLayers
 from oneshot.families import COMPRESSED_MODEL_TYPE
 from oneshot.planning import Grid, Plan
 
@@ -16,14 +16,13 @@ LAYER_NORM_EPSILON = 1e-5  # PyTorch's default; configs do not state it
 MODELLING_FILE = Path(__file__).parent / "modeling_oneshot.py"
 
 
-class PerLayerForm(OwnCode, LlamaLayers):
+class PerLayerForm(LlamaLayers):
     """A checkpoint of our own class under Llama's names: every layer has its own sizes, and LayerNorms are RMSNorms."""
 
     name = "per-layer"
     modelling_files = (MODELLING_FILE,)
 
     def loading(self, config: dict[str, Any]) -> str:
-        """Return how the result is opened."""
         return (
             "It loads with `AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True)`, which runs the "
             "modelling file in this folder. `vllm serve FOLDER` opens it with the plugin `oneshot-vllm` of oneshot's "
@@ -31,7 +30,6 @@ class PerLayerForm(OwnCode, LlamaLayers):
         )
 
     def grid(self, model: Model) -> Grid:
-        """Return the sizes that our own class can have."""
         return Grid(
             model.family,
             model.shape,
@@ -48,7 +46,6 @@ class PerLayerForm(OwnCode, LlamaLayers):
         )
 
     def config(self, model: Model, plan: Plan) -> dict[str, Any]:
-        """Return the config.json of the result."""
         return per_layer_config(model.checkpoint.config, model.shape, self.grid(model).stack(plan))
 
 

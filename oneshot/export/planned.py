@@ -9,7 +9,7 @@ from oneshot.checkpoint.quantisation import Quantisation
 from oneshot.compression import StreamSubspaces
 from oneshot.config import SaveDtype
 from oneshot.export.companions import empty_tensors
-from oneshot.export.forms import Form
+from oneshot.export.form import Form
 from oneshot.export.outside import Part
 from oneshot.export.quantised import empty_scales, quantised_layer
 from oneshot.export.saving import cast

@@ -17,7 +17,7 @@ from oneshot.compression.rounding import quantised_weights
 from oneshot.config import Config, QuantiseName, SaveDtype
 from oneshot.errors import ConfigError, PlanError
 from oneshot.export.companions import empty_model
-from oneshot.export.forms import Form
+from oneshot.export.form import Form
 from oneshot.export.resized import ResizedForm
 from oneshot.export.saving import SAVED_DTYPES, cast
 from oneshot.planning import GROUPS_OF, Grid

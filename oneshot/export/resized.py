@@ -18,7 +18,7 @@ from oneshot.checkpoint import (
 from oneshot.checkpoint.own_sizes import WITHIN
 from oneshot.compression import StreamSubspaces
 from oneshot.errors import PlanError
-from oneshot.export.llama_layers import OwnCode
+from oneshot.export.form import Form
 from oneshot.export.outside import Part
 from oneshot.export.per_layer import MODELLING_FILE as LLAMA_FILE
 from oneshot.export.stock import StockForm
@@ -30,15 +30,15 @@ MODELLING_FILE = Path(__file__).parent / "modeling_oneshot_resized.py"
 EMBEDDING = "model.embed_tokens.weight"  # whose ranges have names below this one's module
 
 
-class ResizedForm(OwnCode, StockForm):
+class ResizedForm(StockForm):
     """A checkpoint of the family's own class with other linears in every layer; all else is the stock class's."""
 
     name = "per-layer"
+    title = Form.title
     modelling_files = LLAMA_FILE, MODELLING_FILE
     further_in_class = True
 
     def loading(self, config: dict[str, Any]) -> str:
-        """Return how the result is opened."""
         return (
             "It loads with `AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True)`, which runs the "
             "modelling files in this folder. `vllm serve FOLDER --trust-remote-code` opens most families of this form "
@@ -67,7 +67,6 @@ class ResizedForm(OwnCode, StockForm):
         return super().layer(_in_class(model), number, named)
 
     def original(self, model: Model, number: int, stored: Tensors) -> Tensors:
-        """Return the inverse of `layer`."""
         tensors = super().original(_in_class(model), number, stored)
         return {name.replace(f".{WITHIN}.", "."): tensor for name, tensor in tensors.items()}
 
@@ -102,7 +101,6 @@ class ResizedForm(OwnCode, StockForm):
         }
 
     def reason_against_further(self, model: Model, plan: Plan) -> str | None:
-        """Return why the result has no layers that predict tokens after the next one, as a clause; None if it can."""
         if not _makes_further(model):
             return f"transformers' class of {model.family.model_type} does not make them in this form; use --form stock"
         return super().reason_against_further(model, plan)
@@ -110,7 +108,6 @@ class ResizedForm(OwnCode, StockForm):
     def outside(
         self, model: Model, plan: Plan, subspaces: StreamSubspaces | None, embedding: Tensors | None
     ) -> list[Part]:
-        """Return readers of the tensors outside the layers, one for each part of the journal."""
         parts = super().outside(model, plan, subspaces, None)
         if embedding is not None:
             others = parts[0]

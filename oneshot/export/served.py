@@ -10,7 +10,7 @@ from oneshot.checkpoint import Model, stock_classes
 from oneshot.config import FormName
 from oneshot.export.encoder import EncoderForm
 from oneshot.export.engines import engines_that_differ
-from oneshot.export.forms import Form
+from oneshot.export.form import Form
 from oneshot.export.nemotron_nas import WIDTH_STEP, obstacle
 from oneshot.export.resized import ResizedForm
 from oneshot.families import NAS_MODEL_TYPE, RESIZED_MODEL_TYPE

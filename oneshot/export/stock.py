@@ -1,15 +1,13 @@
 """Form `stock`: a checkpoint of the input's own class, which every engine loads without code of ours."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from oneshot.architecture import Stack, from_files, predicts_tokens, stated_class, to_files
-from oneshot.checkpoint import Journal, Model, resized_config, with_kept_layers
+from oneshot.checkpoint import Model, resized_config, with_kept_layers
 from oneshot.compression import StreamSubspaces
-from oneshot.config import SaveDtype
-from oneshot.export.companions import finish_weights
 from oneshot.export.engines import notes_on_engines
+from oneshot.export.form import Form
 from oneshot.export.outside import (
     OutsideNames,
     Part,
@@ -20,29 +18,21 @@ from oneshot.export.outside import (
 )
 from oneshot.families import FAMILIES
 from oneshot.planning import Grid, Plan
-from oneshot.report.card import python_usage
 from oneshot.tensors import Tensors
 
 
-class StockForm:
+class StockForm(Form):
     """A stock checkpoint: all layers have equal sizes."""
 
     name = "stock"
     title = "A stock checkpoint"
-    opened_by = "transformers"
-    is_safetensors = True
     further_in_class = False  # whether layers that predict further tokens have the tensors of their class
 
     def loading(self, config: dict[str, Any]) -> str:
-        """Return how the result is opened."""
         classes, stated = FAMILIES[config["model_type"]].classes, stated_class(config)
         own = stated or (classes[0] if classes else None)
         name = "AutoModelForCausalLM" if own is None or (not classes and predicts_tokens(config)) else own
         return " ".join((f"It loads like the original: `{name}.from_pretrained(...)`.", *notes_on_engines(config)))
-
-    def usage(self, task: str) -> str:
-        """Return code that opens the result."""
-        return python_usage(task)
 
     def grid(self, model: Model) -> Grid:
         """Return the sizes that the family's stock config can state."""
@@ -65,7 +55,6 @@ class StockForm:
         return stock | dict(model.family.own_head) if plan.hidden is not None else stock
 
     def layer_prefix(self, model: Model, number: int) -> str:
-        """Return what the stored names of a layer begin with."""
         return model.family.layer_prefix(number)
 
     def layer(self, model: Model, number: int, tensors: Tensors) -> Tensors:
@@ -76,7 +65,6 @@ class StockForm:
         return as_in_input(model, {prefix + name: tensor for name, tensor in to_files(stored, stack).items()})
 
     def original(self, model: Model, number: int, stored: Tensors) -> Tensors:
-        """Return the inverse of `layer`."""
         stack, prefix = self._stack(model, number), self.layer_prefix(model, number)
         names = {as_named(model, prefix + name): name for name in model.family.stored_tensors(model.shape, number)}
         tensors = from_files(
@@ -99,7 +87,6 @@ class StockForm:
     def outside(
         self, model: Model, plan: Plan, subspaces: StreamSubspaces | None, embedding: Tensors | None
     ) -> list[Part]:
-        """Return readers of the tensors outside the layers, one for each part of the journal."""
         if plan.hidden is None:
             return unchanged_outside(model)
         stack, last, head = model.family.stack, model.family.last_stack, model.family.head
@@ -109,9 +96,3 @@ class StockForm:
         inner = None if last is stack else f"{stack.final_norm.name}.weight"
         names = OutsideNames(stack.embedding, f"{last.final_norm.name}.weight", head, encoder_norm=inner)
         return folded_outside(model, names, subspaces, keep_tied=False, centred=False)
-
-    def write(
-        self, model: Model, plan: Plan, journal: Journal, advance: Callable[[int], None], save_dtype: SaveDtype
-    ) -> int:
-        """Complete the weight files, and return the parameters that they hold."""
-        return finish_weights(journal)

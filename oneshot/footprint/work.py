@@ -7,6 +7,7 @@ import torch
 
 from oneshot.architecture import ModelShape
 from oneshot.checkpoint import Checkpoint, Model, complete_text_config
+from oneshot.checkpoint.dtypes import DTYPE_NAMES, ITEM_BYTES
 from oneshot.config import Config, SaveDtype, TextOptions
 from oneshot.export.outside import token_table, unchanged_parts
 from oneshot.machine import Machine
@@ -19,9 +20,6 @@ from oneshot.schedule import Schedule
 from oneshot.stream import holds_scores
 from oneshot.text import documents_together, shares, split_sources
 
-# Bytes of an element; dtypes that are not listed take one byte or less.
-ITEMSIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4}
-DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 WIDTH_STEPS = 8  # widths that a layer may keep if a profile will decide
 
 
@@ -197,7 +195,7 @@ def describe_work(
         outside_bytes=max(sum(sizes[name] for name in part) for part in unchanged_parts(model)),
         token_table_bytes=sizes.get(str(token_table(model)), 0),
         pinned_bytes=max(sum(map(pinned_bytes, of_layer)) for of_layer in of_layers),
-        stored_itemsize=max(ITEMSIZES.get(dtype, 1) for dtype in model.checkpoint.dtypes.values()),
+        stored_itemsize=max(ITEM_BYTES.get(dtype, 1) for dtype in model.checkpoint.dtypes.values()),
         same_dtype=set(model.checkpoint.dtypes.values()) == {DTYPE_NAMES.get(machine.dtype)},
         device_bytes=device_capacity(machine.device, config.machine.max_device_memory_bytes),
         measures_latency=config.target.budget == "latency",
@@ -217,5 +215,5 @@ def _has_windows(model: Model, length: int) -> bool:
 def tensor_bytes(checkpoint: Checkpoint) -> dict[str, int]:
     """Return the bytes of every tensor."""
     return {
-        name: math.prod(shape) * ITEMSIZES.get(checkpoint.dtypes[name], 1) for name, shape in checkpoint.shapes.items()
+        name: math.prod(shape) * ITEM_BYTES.get(checkpoint.dtypes[name], 1) for name, shape in checkpoint.shapes.items()
     }
