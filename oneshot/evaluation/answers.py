@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from oneshot.errors import CalibrationError
-from oneshot.evaluation.examples import Inputs, Reading, text_of
+from oneshot.evaluation.examples import Examples, Inputs, Reading, text_of
 from oneshot.text import tokenise
 
 STRIDE = 128  # tokens that two windows of a long context share
@@ -21,7 +21,7 @@ ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
 @dataclass(frozen=True)
-class Answers:
+class Answers(Examples):
     """Examples `context, question, answers`; long contexts are read in overlapping windows.
 
     Attributes:
@@ -37,7 +37,6 @@ class Answers:
 
     @classmethod
     def read(cls, source: str, reading: Reading) -> "Answers":
-        """Read the examples of a source. Raises `CalibrationError`."""
         rows = reading.rows(source, COLUMNS)
         contexts = [text_of(row, "context", source) for row in rows]
         encoded: list[tuple[list[int], list[int]]] = []
@@ -50,10 +49,6 @@ class Answers:
                 example_of.append(place)
                 spans.append(where)
         return cls(Inputs.of(encoded), example_of, spans, contexts, [_answers(row["answers"], source) for row in rows])
-
-    @property
-    def tokens(self) -> list[int]:
-        return self.inputs.tokens()
 
     @property
     def count(self) -> int:

@@ -9,8 +9,8 @@ from oneshot.architecture import StackShape
 from oneshot.checkpoint import Checkpoint, identify
 from oneshot.errors import CalibrationError
 from oneshot.evaluation.comparison import Evaluation, TextRecord
-from oneshot.evaluation.examples import Reading, examples_record
-from oneshot.evaluation.kinds import Examples, Kind, load_as, read_examples
+from oneshot.evaluation.examples import Examples, Reading, examples_record
+from oneshot.evaluation.kinds import EXAMPLES, Kind, load_as
 from oneshot.evaluation.models import refuse_other_tokenizers
 from oneshot.export import stated_shape
 from oneshot.families import FAMILIES
@@ -42,7 +42,7 @@ def evaluate_examples(
     """
     tokenizer = load_tokenizer(checkpoints[0].folder)
     reading = Reading(tokenizer, _longest(checkpoints, tokenizer, longest), limit, checkpoints[0].config)
-    examples = {source: read_examples(kind, source, reading) for source in sources}
+    examples = {source: EXAMPLES[kind].read(source, reading) for source in sources}
     tokens = (token for read in examples.values() for token in read.tokens)
     refuse_other_tokenizers(names, checkpoints, tokenizer, tokens)
     records = {source: examples_record(read.count, read.tokens) for source, read in examples.items()}

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from oneshot.errors import CalibrationError
-from oneshot.evaluation.examples import Inputs, Reading, text_of
+from oneshot.evaluation.examples import Examples, Inputs, Reading, text_of
 
 PAIRS = (
     ("text", "text_pair"),
@@ -24,7 +24,7 @@ COLUMNS = (
 
 
 @dataclass(frozen=True)
-class Classification:
+class Classification(Examples):
     """Examples `text[, text_pair], label`; a label is a class's number, or its name in the model's config."""
 
     inputs: Inputs
@@ -32,7 +32,6 @@ class Classification:
 
     @classmethod
     def read(cls, source: str, reading: Reading) -> "Classification":
-        """Read the examples of a source. Raises `CalibrationError`."""
         classes = {str(name): int(number) for number, name in reading.config.get("id2label", {}).items()}
         count = len(classes) or 2
         encoded, labels = [], []
@@ -41,14 +40,6 @@ class Classification:
             encoded.append(reading.encode(text_of(row, "text", source), pair, source))
             labels.append(_label(row["label"], classes, count, source))
         return cls(Inputs.of(encoded), torch.tensor(labels))
-
-    @property
-    def tokens(self) -> list[int]:
-        return self.inputs.tokens()
-
-    @property
-    def count(self) -> int:
-        return len(self.inputs)
 
     def predict(self, model: Any, batch_size: int) -> torch.Tensor:
         """Return the log-probabilities of the classes, float64 `(examples, classes)`."""

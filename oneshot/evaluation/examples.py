@@ -2,6 +2,7 @@
 
 import inspect
 import reprlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -103,6 +104,35 @@ class Inputs:
             if with_types:
                 arguments["token_type_ids"] = padded([self.token_types[place] for place in places], 0)
             yield places, {name: tensor.to(device) for name, tensor in arguments.items()}
+
+
+class Examples(ABC):
+    """Examples of one source: models of a kind predict something for each, and numbers tell how well."""
+
+    inputs: Inputs
+
+    @classmethod
+    @abstractmethod
+    def read(cls, source: str, reading: Reading) -> "Examples":
+        """Read the examples of a source. Raises `CalibrationError`."""
+
+    @property
+    def count(self) -> int:
+        """Return the number of examples."""
+        return len(self.inputs)
+
+    @property
+    def tokens(self) -> list[int]:
+        """Return all tokens that models read or are asked for."""
+        return self.inputs.tokens()
+
+    @abstractmethod
+    def predict(self, model: Any, batch_size: int) -> Any:
+        """Return what a model predicts; it is small beside the model."""
+
+    @abstractmethod
+    def numbers(self, prediction: Any, dense: Any) -> dict[str, float]:
+        """Return the numbers of a prediction; `dense`: the baseline's prediction, or None."""
 
 
 def takes_token_types(model: Any) -> bool:

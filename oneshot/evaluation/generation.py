@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from oneshot.errors import CalibrationError
-from oneshot.evaluation.examples import Inputs, Reading, text_of
+from oneshot.evaluation.examples import Examples, Inputs, Reading, text_of
 from oneshot.text import padded
 
 IGNORED = -100  # no target
@@ -27,7 +27,7 @@ class TargetPrediction:
 
 
 @dataclass(frozen=True)
-class Generation:
+class Generation(Examples):
     """Examples `text, target`. `ends`: tokens that end or fill what is written, and do not count as written."""
 
     inputs: Inputs
@@ -36,7 +36,6 @@ class Generation:
 
     @classmethod
     def read(cls, source: str, reading: Reading) -> "Generation":
-        """Read the examples of a source. Raises `CalibrationError`."""
         rows = reading.rows(source, {"text": "text", "target": "target"})
         encoded = [reading.encode(text_of(row, "text", source), None, source) for row in rows]
         targets = [reading.encode(text_of(row, "target", source), None, source)[0] for row in rows]
@@ -45,10 +44,6 @@ class Generation:
     @property
     def tokens(self) -> list[int]:
         return self.inputs.tokens() + [token for target in self.targets for token in target]
-
-    @property
-    def count(self) -> int:
-        return len(self.inputs)
 
     def predict(self, model: Any, batch_size: int) -> TargetPrediction:
         """Predict each token of the targets after the true ones before it, and then write greedily with a cache."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, get_args
+from typing import Any, get_args
 
 import torch
 
@@ -12,7 +12,7 @@ from oneshot.config import Kind
 from oneshot.errors import CheckpointError, cause
 from oneshot.evaluation.answers import Answers
 from oneshot.evaluation.classification import Classification
-from oneshot.evaluation.examples import Reading
+from oneshot.evaluation.examples import Examples
 from oneshot.evaluation.generation import Generation
 from oneshot.evaluation.masked_tokens import MaskedTokens
 from oneshot.evaluation.retrieval import Retrieval
@@ -23,25 +23,7 @@ from oneshot.report.card import USES
 UNUSED = {"embedding": "pooler"}  # a part of the class that a kind does not use, so it may be missing
 
 
-class Examples(Protocol):
-    """Examples of one source: models of a kind predict something for each, and numbers tell how well."""
-
-    @property
-    def count(self) -> int:
-        """Return the number of examples."""
-
-    @property
-    def tokens(self) -> list[int]:
-        """Return all tokens that models read or are asked for."""
-
-    def predict(self, model: Any, batch_size: int) -> Any:
-        """Return what a model predicts; it is small beside the model."""
-
-    def numbers(self, prediction: Any, dense: Any) -> dict[str, float]:
-        """Return the numbers of a prediction; `dense`: the baseline's prediction, or None."""
-
-
-EXAMPLES: dict[Kind, Any] = {
+EXAMPLES: dict[Kind, type[Examples]] = {
     "classification": Classification,
     "masked-lm": MaskedTokens,
     "embedding": Retrieval,
@@ -68,12 +50,6 @@ def kind_of(config: Mapping[str, Any]) -> Kind:
         f"config.json states the class {stated[:100]}, whose kind is not known; give --kind, one of "
         f"{', '.join(get_args(Kind))}."
     )
-
-
-def read_examples(kind: Kind, source: str, reading: Reading) -> Examples:
-    """Read the examples of a source for a kind of models. Raises `CalibrationError`."""
-    examples: Examples = EXAMPLES[kind].read(source, reading)
-    return examples
 
 
 def load_as(kind: Kind, folder: Path, config: Mapping[str, Any], device: torch.device, dtype: torch.dtype | str) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from oneshot.errors import CalibrationError
-from oneshot.evaluation.examples import Inputs, Reading
+from oneshot.evaluation.examples import Examples, Inputs, Reading
 from oneshot.text import encode, iter_pairs
 
 MASKED_SHARE = 0.15  # of the tokens of an example (BERT, section 3.1)
@@ -15,19 +15,20 @@ SEED = 0
 
 
 @dataclass(frozen=True)
-class MaskedTokens:
+class MaskedTokens(Examples):
     """Texts, or pairs, with 15 % of their tokens replaced by the mask token; special tokens stay.
 
     All masked tokens become the mask token: BERT's training also keeps some and exchanges some.
 
     Attributes:
         masked: places of the masked tokens of every example, int64. targets: the tokens there before.
+        all_tokens: of all texts, before they are masked.
     """
 
     inputs: Inputs
     masked: list[torch.Tensor]
     targets: list[torch.Tensor]
-    tokens: list[int]
+    all_tokens: list[int]
 
     @classmethod
     def read(cls, source: str, reading: Reading) -> "MaskedTokens":
@@ -62,8 +63,8 @@ class MaskedTokens:
         return cls(Inputs.of(encoded), masked, targets, tokens)
 
     @property
-    def count(self) -> int:
-        return len(self.inputs)
+    def tokens(self) -> list[int]:
+        return self.all_tokens
 
     def predict(self, model: Any, batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the loss at every masked token, float64 `(masked,)`, and the most likely token, int64 `(masked,)`."""

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from oneshot.errors import CalibrationError
-from oneshot.evaluation.examples import Inputs, Reading, text_of
+from oneshot.evaluation.examples import Examples, Inputs, Reading, text_of
 
 
 @dataclass(frozen=True)
-class Retrieval:
+class Retrieval(Examples):
     """Examples `question, passage`: the passages of all examples are searched for each question's own.
 
     Attributes:
@@ -25,7 +25,6 @@ class Retrieval:
 
     @classmethod
     def read(cls, source: str, reading: Reading) -> "Retrieval":
-        """Read the examples of a source. Raises `CalibrationError`."""
         rows = reading.rows(source, {"question": "question", "passage": "passage"})
         questions = [text_of(row, "question", source) for row in rows]
         passages = [text_of(row, "passage", source) for row in rows]
