@@ -4,10 +4,9 @@ from typing import Any
 
 from oneshot.architecture.description import Description, stated_class
 from oneshot.errors import CheckpointError
-from oneshot.families import layer_norms, llamas, mixtures, other_mixtures, roberta
-from oneshot.families.bert import BERT
+from oneshot.families import layer_norms, llamas, mixtures, other_mixtures
+from oneshot.families.bert import BERT, CAMEMBERT, DISTILBERT, ELECTRA, ROBERTA, XLM_ROBERTA
 from oneshot.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
-from oneshot.families.distilbert import DISTILBERT
 from oneshot.families.falcon import FALCON
 from oneshot.families.falcon_h1 import FALCON_H1
 from oneshot.families.gemma3 import GEMMA2, GEMMA3
@@ -16,8 +15,7 @@ from oneshot.families.glm4_moe import GLM4_MOE
 from oneshot.families.gpt2 import GPT2, GPT_BIGCODE
 from oneshot.families.gpt_neox import GPT_NEOX
 from oneshot.families.granite_hybrid import GRANITE_HYBRID
-from oneshot.families.lfm2 import LFM2
-from oneshot.families.lfm2_moe import LFM2_MOE
+from oneshot.families.lfm2 import LFM2, LFM2_MOE
 from oneshot.families.llama import LLAMA
 from oneshot.families.modernbert import MODERNBERT
 from oneshot.families.opt import OPT
@@ -84,10 +82,10 @@ DESCRIPTIONS = (
     OPT,
     BERT,
     DISTILBERT,
-    roberta.ROBERTA,
-    roberta.XLM_ROBERTA,
-    roberta.CAMEMBERT,
-    roberta.ELECTRA,
+    ROBERTA,
+    XLM_ROBERTA,
+    CAMEMBERT,
+    ELECTRA,
     MODERNBERT,
     T5,
     MT5,
