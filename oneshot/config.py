@@ -28,23 +28,19 @@ MAX_FILE_BYTES = 5 * 10**9  # transformers' default of max_shard_size
 # Fields that say where things are and what may be done, and do not change the result.
 NOT_IN_FINGERPRINT = ("checkpoint", "revision", "output", "machine", "overwrite", "resume")
 
-# Other spellings of options: the field, and how a text becomes its value.
+# Other spellings of options, and the fields that also take a text: the field, and how a text becomes its value.
 SPELLINGS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "params": ("parameters", parse_count),
-    "parameters": ("parameters", parse_count),
     "max_size": ("size_bytes", parse_size),
-    "size_bytes": ("size_bytes", parse_size),
     "max_loss": ("max_loss", parse_share),
     "max_memory": ("max_memory_bytes", parse_size),
-    "max_memory_bytes": ("max_memory_bytes", parse_size),
     "max_device_memory": ("max_device_memory_bytes", parse_size),
-    "max_device_memory_bytes": ("max_device_memory_bytes", parse_size),
     "max_shard_size": ("max_file_bytes", parse_size),
     "max_file_size": ("gguf_bytes", parse_size),
-    "max_file_bytes": ("max_file_bytes", parse_size),
     "dtype": ("dtype", full_dtype),
     "save_dtype": ("save_dtype", full_dtype),
 }
+SPELLINGS |= {field: (field, parse) for field, parse in SPELLINGS.values()}
 
 
 @dataclass(frozen=True)
