@@ -76,10 +76,7 @@ def quick_check(config: Config, report: Report, *, question: str | None = None, 
     reset_peak()
     check = _checked(config, report, question, step)
     return replace(
-        check,
-        seconds=time.perf_counter() - started,
-        peak_bytes=peak_bytes(),
-        peak_device_bytes=peak_device_bytes(),
+        check, seconds=time.perf_counter() - started, peak_bytes=peak_bytes(), peak_device_bytes=peak_device_bytes()
     )
 
 

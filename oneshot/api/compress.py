@@ -173,12 +173,7 @@ def predict(
 
 
 def profile(
-    model: Any,
-    output: Output = None,
-    *,
-    tokenizer: Any = None,
-    progress: Shown = True,
-    **options: Any,
+    model: Any, output: Output = None, *, tokenizer: Any = None, progress: Shown = True, **options: Any
 ) -> Profile:
     """Measure once what smaller sizes cost, for several results: `compress(…, profile=output)` plans from it.
 

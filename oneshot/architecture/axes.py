@@ -32,10 +32,7 @@ def shapes_of(axes: Axes, sizes: Mapping[str, int]) -> dict[str, tuple[int, ...]
 
 
 def cut(
-    tensors: Tensors,
-    axes: Axes,
-    kept: Mapping[str, torch.Tensor],
-    sizes: Mapping[str, int] = MappingProxyType({}),
+    tensors: Tensors, axes: Axes, kept: Mapping[str, torch.Tensor], sizes: Mapping[str, int] = MappingProxyType({})
 ) -> Tensors:
     """Return the layer whose axes have only some of their indices; tensors without these axes are the same.
 

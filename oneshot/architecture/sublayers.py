@@ -189,12 +189,7 @@ class FeedForward(NotAttention):
 
 Mixer = Attention | Carried | FeedForward | Experts
 
-READERS: dict[RankedKind, str] = {
-    "query_key": "qk_read",
-    "output": "o_read",
-    "gate": "gate_read",
-    "up": "up_read",
-}
+READERS: dict[RankedKind, str] = {"query_key": "qk_read", "output": "o_read", "gate": "gate_read", "up": "up_read"}
 """Names of the modules through which linears of low rank read, in the per-layer form."""
 
 

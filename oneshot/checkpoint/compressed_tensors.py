@@ -111,10 +111,7 @@ def _shape(module: str, weights: Any, kind: str, stored: Mapping[str, tuple[int,
         in_groups = scale[1] * weights.group_size if strategy == "group" and len(scale) == 2 else columns
         if math.ceil(in_groups * weights.num_bits / 32) == words:  # the last word need not be full
             columns = in_groups
-    expected: dict[str, tuple[tuple[int, ...], ...]] = {
-        "tensor": ((), (1,), (1, 1)),
-        "channel": ((rows, 1), (rows,)),
-    }
+    expected: dict[str, tuple[tuple[int, ...], ...]] = {"tensor": ((), (1,), (1, 1)), "channel": ((rows, 1), (rows,))}
     if strategy in ("group", "tensor_group"):
         expected[strategy] = ((rows, math.ceil(columns / weights.group_size)),)
     elif strategy == "block":
@@ -141,12 +138,7 @@ def _shape(module: str, weights: Any, kind: str, stored: Mapping[str, tuple[int,
 
 
 def _values(
-    module: str,
-    scheme: Any,
-    kind: str,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    parts: Mapping[str, torch.Tensor],
+    module: str, scheme: Any, kind: str, shape: tuple[int, ...], dtype: torch.dtype, parts: Mapping[str, torch.Tensor]
 ) -> torch.Tensor:
     """Return what compressed-tensors makes of a module's parts."""
     from compressed_tensors.compressors import BaseCompressor

@@ -163,13 +163,7 @@ ATTENTION_BIAS = {"attention_bias": "blk.0.attn_q.bias"}
 LLAMA_BIASES = ATTENTION_BIAS | {"mlp_bias": "blk.0.ffn_down.bias"}
 SILU = {"hidden_act": "silu"}
 ARCHITECTURES = {
-    "llama": Architecture(
-        "llama",
-        "LlamaForCausalLM",
-        SILU,
-        LLAMA_BIASES,
-        pairs=True,
-    ),
+    "llama": Architecture("llama", "LlamaForCausalLM", SILU, LLAMA_BIASES, pairs=True),
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", SILU),
     "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", SILU, ATTENTION_BIAS),
     "gemma": Architecture(
@@ -253,10 +247,7 @@ ARCHITECTURES = {
         further=lambda keys, config: {"logit_scale": keys.get("logit_scale", 0.0625)},
     ),
     "seed_oss": Architecture(
-        "seed_oss",
-        "SeedOssForCausalLM",
-        SILU,
-        LLAMA_BIASES | {"attention_out_bias": "blk.0.attn_output.bias"},
+        "seed_oss", "SeedOssForCausalLM", SILU, LLAMA_BIASES | {"attention_out_bias": "blk.0.attn_output.bias"}
     ),
     "ernie4_5": Architecture("ernie4_5", "Ernie4_5ForCausalLM", SILU, {"use_bias": "blk.0.attn_q.bias"}),
     "hunyuan-dense": Architecture("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", SILU, ATTENTION_BIAS),

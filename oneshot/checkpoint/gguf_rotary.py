@@ -114,12 +114,7 @@ def rotary_parameters(
         if not math.isclose(metadata.get(f"scaling.yarn_{name}", YARN[name]), YARN[name], rel_tol=1e-6):
             raise ValueError(f"rope.scaling.yarn_{name} {metadata[f'scaling.yarn_{name}']}")
     original = int(metadata.get("scaling.original_context_length") or context_length)
-    return {
-        "rope_type": "yarn",
-        "rope_theta": theta,
-        "factor": factor,
-        "original_max_position_embeddings": original,
-    }
+    return {"rope_type": "yarn", "rope_theta": theta, "factor": factor, "original_max_position_embeddings": original}
 
 
 def longrope_parameters(

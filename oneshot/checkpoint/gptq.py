@@ -83,13 +83,7 @@ def _shape(method: str, module: str, bits: int, size: int, stored: Mapping[str, 
 
 
 def _values(
-    method: str,
-    module: str,
-    bits: int,
-    size: int,
-    offset: int,
-    dtype: torch.dtype,
-    parts: Mapping[str, torch.Tensor],
+    method: str, module: str, bits: int, size: int, offset: int, dtype: torch.dtype, parts: Mapping[str, torch.Tensor]
 ) -> torch.Tensor:
     """Return the weight `(outputs, inputs)`. `offset`: what is stored of a zero point is less by it."""
     scales, words = parts[SCALES].float(), parts[OWN]

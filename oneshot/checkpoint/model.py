@@ -37,14 +37,7 @@ from oneshot.checkpoint.nearest import nearest_family
 from oneshot.checkpoint.own_sizes import as_stock
 from oneshot.checkpoint.quantised import refuse_quantised
 from oneshot.checkpoint.reader import Checkpoint
-from oneshot.checkpoint.stock import (
-    complete_config,
-    layer_kinds,
-    stock_classes,
-    stock_config,
-    with_head,
-    without_head,
-)
+from oneshot.checkpoint.stock import complete_config, layer_kinds, stock_classes, stock_config, with_head, without_head
 from oneshot.checkpoint.tables import without_equal_head
 from oneshot.errors import CheckpointError, PlanError
 from oneshot.families import FAMILIES, UnknownFamilyError, find_family, is_text, text_of, with_text

@@ -17,11 +17,7 @@ from oneshot.errors import CheckpointError
 from oneshot.families import FAMILIES, text_of, with_text
 
 # transformers' classes of decoders that do not predict the next token
-OTHER_CLASSES = (
-    "MODEL_MAPPING",
-    "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
-    "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING",
-)
+OTHER_CLASSES = ("MODEL_MAPPING", "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING", "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING")
 FLOAT_TAG, SPECIAL_FLOATS = "__float__", ("Infinity", "-Infinity", "NaN")
 PER_LAYER = ("layer_types", "no_rope_layers")  # lists of a config with an entry for every layer
 OWN_SIZES = "per_layer_config"  # what a config states of layers whose sizes are not the model's, by their numbers

@@ -101,9 +101,7 @@ def build_parser(prog: str = "oneshot compress") -> argparse.ArgumentParser:
     parser.add_argument("--verbose", action="store_true", help="also show tables of sizes and of every layer's error")
     parser.add_argument("--no-check", action="store_true", help="leave out the check on held-out text at the end")
     parser.add_argument(
-        "--prompt",
-        metavar="TEXT",
-        help="question that the check asks both models (default: one of its own)",
+        "--prompt", metavar="TEXT", help="question that the check asks both models (default: one of its own)"
     )
     parser.add_argument("--push-to-hub", metavar="REPO", help="also upload the result, as NAME or ORGANISATION/NAME")
     parser.add_argument(

@@ -4,14 +4,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 
-from oneshot.cli.options import (
-    add_checkpoint,
-    add_machine,
-    add_text,
-    begin_work,
-    parse_config,
-    run_command,
-)
+from oneshot.cli.options import add_checkpoint, add_machine, add_text, begin_work, parse_config, run_command
 from oneshot.cli.parser import Parser
 from oneshot.config import own_name
 from oneshot.parsing import launched_rank

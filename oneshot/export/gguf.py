@@ -27,11 +27,7 @@ from oneshot.errors import CheckpointError, OutputError, PlanError
 from oneshot.export.form import Form
 from oneshot.export.gguf_tensors import FileTensor, Kind, file_kind, read_stored
 from oneshot.export.gguf_vocabulary import Vocabulary
-from oneshot.export.llama_layers import (
-    NAMES,
-    LlamaLayers,
-    reason_against_llama,
-)
+from oneshot.export.llama_layers import NAMES, LlamaLayers, reason_against_llama
 from oneshot.export.per_layer import per_layer_config
 from oneshot.families import FAMILIES
 from oneshot.machine.durable import UNFINISHED, make_durable

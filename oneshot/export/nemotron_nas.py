@@ -7,12 +7,7 @@ from oneshot.architecture import LayerShape, ModelShape, StackShape, scaled_epsi
 from oneshot.architecture.stated_shapes import WIDTH_STEP
 from oneshot.checkpoint import Model, complete_config
 from oneshot.checkpoint.own_sizes import KEPT_KEYS
-from oneshot.export.llama_layers import (
-    ADAPTERS,
-    LlamaLayers,
-    reason_against_llama,
-    refuse_different_heads,
-)
+from oneshot.export.llama_layers import ADAPTERS, LlamaLayers, reason_against_llama, refuse_different_heads
 from oneshot.families import NAS_MODEL_TYPE
 from oneshot.planning import Grid, Plan
 

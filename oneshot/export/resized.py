@@ -7,14 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from oneshot.architecture import Description, Experts, LayerShape, Stack, read_by, stored_shapes
-from oneshot.checkpoint import (
-    Model,
-    resized_config,
-    stock_classes,
-    stock_config,
-    with_kept_layers,
-    without_head,
-)
+from oneshot.checkpoint import Model, resized_config, stock_classes, stock_config, with_kept_layers, without_head
 from oneshot.checkpoint.own_sizes import WITHIN
 from oneshot.compression import StreamSubspaces
 from oneshot.errors import PlanError

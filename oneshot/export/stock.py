@@ -8,14 +8,7 @@ from oneshot.checkpoint import Model, resized_config, with_kept_layers
 from oneshot.compression import StreamSubspaces
 from oneshot.export.engines import notes_on_engines
 from oneshot.export.form import Form
-from oneshot.export.outside import (
-    OutsideNames,
-    Part,
-    as_in_input,
-    as_named,
-    folded_outside,
-    unchanged_outside,
-)
+from oneshot.export.outside import OutsideNames, Part, as_in_input, as_named, folded_outside, unchanged_outside
 from oneshot.families import FAMILIES
 from oneshot.planning import Grid, Plan
 from oneshot.tensors import Tensors

@@ -37,13 +37,7 @@ def variant(family: Description, config: dict[str, Any]) -> Description:
 
 FALCON_H1 = Description(
     "falcon_h1",
-    Stack(
-        (
-            Sublayer(MIXERS),
-            Sublayer(FFN, Norm("pre_ff_layernorm")),
-        ),
-        final_norm=Norm("model.final_layernorm"),
-    ),
+    Stack((Sublayer(MIXERS), Sublayer(FFN, Norm("pre_ff_layernorm"))), final_norm=Norm("model.final_layernorm")),
     set_width,
     variant=variant,
 )

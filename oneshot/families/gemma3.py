@@ -44,13 +44,7 @@ def variant(family: Description, config: dict[str, Any]) -> Description:
     return replace(scaled_embedding(family, config), head_cap=config.get("final_logit_softcapping"))
 
 
-GEMMA3 = Description(
-    "gemma3_text",
-    STACK,
-    set_sizes,
-    check,
-    variant=variant,
-)
+GEMMA3 = Description("gemma3_text", STACK, set_sizes, check, variant=variant)
 GEMMA2 = Description(
     "gemma2",
     STACK.with_attention(Attention()),

@@ -22,11 +22,7 @@ from oneshot.errors import CheckpointError
 from oneshot.families.llamas import scaled_embedding
 
 WINDOWS = Carried(
-    "attention within windows",
-    "self_attn.o_proj",
-    attends=True,
-    head_norm="self_attn.q_norm",
-    keys="self_attn.k_proj",
+    "attention within windows", "self_attn.o_proj", attends=True, head_norm="self_attn.q_norm", keys="self_attn.k_proj"
 )
 ATTENTION = replace(WINDOWS, title="attention")
 LENDING = ", whose keys and values later layers read"

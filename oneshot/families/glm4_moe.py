@@ -63,10 +63,5 @@ def variant(family: Description, config: dict[str, Any]) -> Description:
 
 
 GLM4_MOE = Description(
-    "glm4_moe",
-    STACK.with_experts(EXPERTS),
-    variant=variant,
-    sizes=SIZES,
-    with_dense=dense_first,
-    further=BEHIND,
+    "glm4_moe", STACK.with_experts(EXPERTS), variant=variant, sizes=SIZES, with_dense=dense_first, further=BEHIND
 )

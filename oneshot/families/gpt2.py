@@ -54,14 +54,7 @@ def check_big_code(config: dict[str, Any]) -> None:
         raise CheckpointError("This gpt_bigcode has several KV heads, which is not supported; give one with one.")
 
 
-GPT2 = Description(
-    "gpt2",
-    STACK,
-    set_width,
-    check,
-    sizes=SIZES,
-    unused=(".attn.bias", ".attn.masked_bias"),
-)
+GPT2 = Description("gpt2", STACK, set_width, check, sizes=SIZES, unused=(".attn.bias", ".attn.masked_bias"))
 GPT_BIGCODE = replace(
     GPT2,
     model_type="gpt_bigcode",

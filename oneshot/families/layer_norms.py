@@ -89,11 +89,7 @@ _STACK = replace(
 )
 # heads are as wide as the hidden size
 STABLELM = Description(
-    "stablelm",
-    _STACK,
-    set_width,
-    check_stablelm,
-    sizes=Sizes(head_dim=None, norm_epsilon="layer_norm_eps"),
+    "stablelm", _STACK, set_width, check_stablelm, sizes=Sizes(head_dim=None, norm_epsilon="layer_norm_eps")
 )
 # biases, and an FFN without a gate
 STARCODER2 = Description(

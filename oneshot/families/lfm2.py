@@ -21,10 +21,7 @@ from oneshot.families.mixtures import number_of_layers
 ATTENTION = Attention(out="self_attn.out_proj", q_norm="self_attn.q_layernorm", k_norm="self_attn.k_layernorm")
 FFN = FeedForward("feed_forward.w3", "feed_forward.w2", "feed_forward.w1", functional.silu)
 STACK = Stack(
-    (
-        Sublayer(ATTENTION, Norm("operator_norm")),
-        Sublayer(FFN, Norm("ffn_norm")),
-    ),
+    (Sublayer(ATTENTION, Norm("operator_norm")), Sublayer(FFN, Norm("ffn_norm"))),
     final_norm=Norm("model.embedding_norm"),
 )
 SIZES = Sizes(norm_epsilon="norm_eps")

@@ -10,10 +10,7 @@ from oneshot.architecture.sublayers import Attention, FeedForward, Norm, Sublaye
 from oneshot.errors import PlanError
 
 STACK = Stack(
-    (
-        Sublayer(Attention(), Norm("input_layernorm")),
-        Sublayer(FeedForward(), Norm("post_attention_layernorm")),
-    )
+    (Sublayer(Attention(), Norm("input_layernorm")), Sublayer(FeedForward(), Norm("post_attention_layernorm")))
 )
 
 

@@ -122,11 +122,7 @@ GLM4 = _like(
 # Granite 3: factors for the embedding, attention scores, what sublayers add, and the logits
 GRANITE = _like("granite", variant=granite_factors)
 # rotary positions turn neighbouring values; heads are as wide as the hidden size
-HELIUM = _like(
-    "helium",
-    resize=set_width,
-    unsupported={"heads": FIXED_HEADS_ALONE.format("helium")},
-)
+HELIUM = _like("helium", resize=set_width, unsupported={"heads": FIXED_HEADS_ALONE.format("helium")})
 # norms of queries and keys after the rotation
 HUNYUAN = _like(
     "hunyuan_v1_dense",

@@ -31,10 +31,7 @@ MIXERS: dict[str, Carried | None] = {
 def stack(ffn: FeedForward | Experts) -> Stack:
     """Return layers with gated attention, whose norms multiply by one plus their weights."""
     return Stack(
-        (
-            Sublayer(GATED_ATTENTION),
-            Sublayer(ffn, Norm("post_attention_layernorm", offset=1.0)),
-        ),
+        (Sublayer(GATED_ATTENTION), Sublayer(ffn, Norm("post_attention_layernorm", offset=1.0))),
         final_norm=Norm("model.norm", offset=1.0),
     )
 

@@ -27,16 +27,7 @@ class UnknownFamilyError(CheckpointError):
 # model types whose layers have no FFN and no attention
 WITHOUT_FFN = ("falcon_mamba", "mamba", "mamba2")
 # beginnings of model types whose layers, or some of them, have a recurrent state in the place of attention
-RECURRENT = (
-    "bamba",
-    "jamba",
-    "kimi_linear",
-    "olmo_hybrid",
-    "recurrent_gemma",
-    "rwkv",
-    "xlstm",
-    "zamba",
-)
+RECURRENT = ("bamba", "jamba", "kimi_linear", "olmo_hybrid", "recurrent_gemma", "rwkv", "xlstm", "zamba")
 
 COMPRESSED_MODEL_TYPE = "oneshot"  # of a checkpoint in the per-layer form
 ENCODER_MODEL_TYPE = "oneshot-encoder"  # of an encoder in the per-layer form

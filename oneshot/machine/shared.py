@@ -6,9 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 
-def shared_by_threads(
-    change: Callable[[], AbstractContextManager[None]],
-) -> Callable[[], AbstractContextManager[None]]:
+def shared_by_threads(change: Callable[[], AbstractContextManager[None]]) -> Callable[[], AbstractContextManager[None]]:
     """Let a change of the process's settings last while any thread needs it.
 
     The first thread inside makes the change, and the last one restores what was before. With a change for each thread,

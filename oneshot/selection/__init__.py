@@ -3,11 +3,5 @@
 from oneshot.selection.elimination import SELECTION_DAMPING
 from oneshot.selection.evidence import Evidence, Moments
 from oneshot.selection.pivots import pivots_of_experts
-from oneshot.selection.registry import (
-    SELECTORS,
-    find_selector,
-    needs_of,
-    reads_activations,
-    select_heads,
-)
+from oneshot.selection.registry import SELECTORS, find_selector, needs_of, reads_activations, select_heads
 from oneshot.selection.selector import Cost, Extent, Need

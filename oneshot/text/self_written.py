@@ -206,12 +206,7 @@ def _reached(
 
 
 def _load(
-    folder: Path,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    max_memory_bytes: int | None,
-    load: Callable[..., Any],
+    folder: Path, *, device: torch.device, dtype: torch.dtype, max_memory_bytes: int | None, load: Callable[..., Any]
 ) -> Any:
     import psutil
     from transformers import AutoModelForCausalLM, GenerationConfig
@@ -255,10 +250,7 @@ def _tokens(tokenizer: Any, opening: str, folder: Path) -> list[int]:
 
 
 def _continued(
-    model: Any,
-    beginnings: list[list[int]],
-    drawn_at: torch.Tensor,
-    advance: Callable[[float], None],
+    model: Any, beginnings: list[list[int]], drawn_at: torch.Tensor, advance: Callable[[float], None]
 ) -> list[list[int]]:
     """Return each beginning with as many tokens as `drawn_at` `(documents, tokens)` has levels to draw them by."""
     from transformers import GenerationConfig
