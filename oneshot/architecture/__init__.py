@@ -1,9 +1,9 @@
 """What a description of a family is made of: tensor names of layers, their sizes, and sizes read from a checkpoint."""
 
 from oneshot.architecture.axes import cut, shapes_of
-from oneshot.architecture.carried import Carried, CarriedSizes
+from oneshot.architecture.carried import Carried, CarriedSizes, carried_layers
 from oneshot.architecture.classes import as_stored, predicts_tokens
-from oneshot.architecture.description import Description, Feature, stated_class
+from oneshot.architecture.description import Description, Feature, Sizes, stated_class
 from oneshot.architecture.expert_sizes import ExpertSizes
 from oneshot.architecture.experts import Experts
 from oneshot.architecture.further import BEHIND, FurtherNames, stated_of_further, without_further
@@ -11,7 +11,7 @@ from oneshot.architecture.further import PREFIX as FURTHER_PREFIX
 from oneshot.architecture.fused import from_files, fuse, part_of_output, split, stored_shapes, to_files
 from oneshot.architecture.latent import LatentSizes
 from oneshot.architecture.layer_shape import RANKED_KINDS, LayerShape, RankedKind, TableShape
-from oneshot.architecture.resizing import scaled_epsilon
+from oneshot.architecture.resizing import FIXED_HEADS_ALONE, scaled_epsilon, set_sizes, set_width
 from oneshot.architecture.shapes import ModelShape, StackShape
 from oneshot.architecture.sizes import check_layers, read_shape
 from oneshot.architecture.stack import Stack

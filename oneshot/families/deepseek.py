@@ -3,11 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from oneshot.architecture.description import Description
-from oneshot.architecture.further import BEHIND
-from oneshot.architecture.resizing import set_width
-from oneshot.architecture.stack import Stack
-from oneshot.architecture.sublayers import Attention
+from oneshot.architecture import BEHIND, Attention, Description, Stack, set_width
 from oneshot.errors import CheckpointError
 from oneshot.families.glm4_moe import EXPERTS, SIZES, dense_first, routed
 from oneshot.families.llama import STACK

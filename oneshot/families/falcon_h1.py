@@ -3,11 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from oneshot.architecture.carried import Carried
-from oneshot.architecture.description import Description
-from oneshot.architecture.resizing import set_width
-from oneshot.architecture.stack import Stack
-from oneshot.architecture.sublayers import FeedForward, Norm, Sublayer
+from oneshot.architecture import Carried, Description, FeedForward, Norm, Stack, Sublayer, set_width
 
 FFN = FeedForward(
     "feed_forward.up_proj", "feed_forward.down_proj", "feed_forward.gate_proj", activation="feed_forward.act_fn"

@@ -6,10 +6,7 @@ Gemma 2 has no norms of queries and keys; logits and scores are bounded by a hyp
 from dataclasses import replace
 from typing import Any
 
-from oneshot.architecture.description import Description
-from oneshot.architecture.resizing import set_sizes
-from oneshot.architecture.stack import Stack
-from oneshot.architecture.sublayers import Attention, FeedForward, Norm, Sublayer
+from oneshot.architecture import Attention, Description, FeedForward, Norm, Stack, Sublayer, set_sizes
 from oneshot.errors import CheckpointError
 from oneshot.families.llamas import scaled_embedding
 

@@ -8,10 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from oneshot.architecture.description import Description, Sizes
-from oneshot.architecture.experts import Experts
-from oneshot.architecture.features import Feature
-from oneshot.architecture.further import BEHIND
+from oneshot.architecture import BEHIND, Description, Experts, Feature, Sizes
 from oneshot.families.llama import STACK
 from oneshot.families.llamas import HEAD_NORMS
 from oneshot.families.mixtures import number_of_layers

@@ -6,10 +6,7 @@ GPT-2 stores the weights of its layers as `(inputs, outputs)`; GPTBigCode has on
 from dataclasses import replace
 from typing import Any
 
-from oneshot.architecture.description import Description, Sizes
-from oneshot.architecture.resizing import set_width
-from oneshot.architecture.stack import Stack
-from oneshot.architecture.sublayers import Attention, FeedForward, Norm, Sublayer
+from oneshot.architecture import Attention, Description, FeedForward, Norm, Sizes, Stack, Sublayer, set_width
 from oneshot.errors import CheckpointError
 
 _ATTENTION = Attention(module="attn", q="attn.q", k="attn.k", v="attn.v", out="attn.c_proj")

@@ -6,9 +6,7 @@ Behind them is one FFN, or experts beside it.
 from dataclasses import replace
 from typing import Any
 
-from oneshot.architecture.carried import Carried, carried_layers
-from oneshot.architecture.description import Description, Sizes
-from oneshot.architecture.sublayers import FeedForward
+from oneshot.architecture import Carried, Description, FeedForward, Sizes, carried_layers
 from oneshot.families.falcon_h1 import SCAN
 from oneshot.families.llama import STACK
 from oneshot.families.llamas import granite_factors

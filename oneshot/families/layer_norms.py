@@ -3,10 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from oneshot.architecture.description import Description, Sizes
-from oneshot.architecture.resizing import set_width
-from oneshot.architecture.stack import Stack
-from oneshot.architecture.sublayers import Attention, FeedForward, Norm, Sublayer
+from oneshot.architecture import Attention, Description, FeedForward, Norm, Sizes, Stack, Sublayer, set_width
 from oneshot.errors import CheckpointError
 from oneshot.families.llama import STACK
 

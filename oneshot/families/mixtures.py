@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from oneshot.architecture.description import Description, Sizes
-from oneshot.architecture.experts import Experts
+from oneshot.architecture import Description, Experts, Sizes
 from oneshot.errors import CheckpointError
 from oneshot.families.llama import STACK
 from oneshot.families.llamas import HEAD_NORMS, granite_factors

@@ -7,11 +7,7 @@ layer has no norm before its attention.
 from dataclasses import replace
 from typing import Any
 
-from oneshot.architecture.carried import Carried
-from oneshot.architecture.description import Description, Sizes
-from oneshot.architecture.resizing import set_width
-from oneshot.architecture.stack import Stack
-from oneshot.architecture.sublayers import FeedForward, Norm, Sublayer
+from oneshot.architecture import Carried, Description, FeedForward, Norm, Sizes, Stack, Sublayer, set_width
 from oneshot.errors import CheckpointError
 from oneshot.families.mixtures import number_of_layers
 

@@ -4,9 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from oneshot.architecture.description import Description
-from oneshot.architecture.experts import Experts
-from oneshot.architecture.sublayers import Attention
+from oneshot.architecture import Attention, Description, Experts
 from oneshot.families.deepseek import DEEPSEEK_V3
 from oneshot.families.deepseek import variant as deepseek_variant
 from oneshot.families.glm4_moe import EXPERTS, GLM4_MOE, routed

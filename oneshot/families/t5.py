@@ -7,10 +7,7 @@ config has one hidden size, one FFN width, one number of heads and one head size
 from dataclasses import replace
 from typing import Any
 
-from oneshot.architecture.description import Description, Sizes
-from oneshot.architecture.resizing import set_sizes
-from oneshot.architecture.stack import Stack
-from oneshot.architecture.sublayers import Attention, FeedForward, Norm, Sublayer
+from oneshot.architecture import Attention, Description, FeedForward, Norm, Sizes, Stack, Sublayer, set_sizes
 from oneshot.errors import CheckpointError
 
 SELF = "layer.0.SelfAttention"
