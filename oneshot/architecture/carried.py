@@ -8,11 +8,28 @@ checkpoint, and the stock class has the same.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal
 
 from oneshot.architecture.axes import Axes
-from oneshot.architecture.mixer import WithoutLinears
+from oneshot.architecture.layer_shape import RankedKind
 from oneshot.errors import CheckpointError
+
+
+class NotAttention:
+    """A mixer without heads and without another stack's memory."""
+
+    memory_readers: ClassVar[tuple[str, ...]] = ()
+    own_norms: ClassVar[tuple[str, ...]] = ()
+    fixed_heads: ClassVar[bool] = False
+
+
+class WithoutLinears(NotAttention):
+    """A mixer whose linears are not described one by one."""
+
+    readers: ClassVar[tuple[str, ...]] = ()  # linears that read the norm's output by themselves
+    modules: ClassVar[tuple[str, ...]] = ()
+    ranked: ClassVar[Mapping[RankedKind, tuple[str, ...]]] = MappingProxyType({})
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from typing import Literal
 import torch
 
 from oneshot.architecture.axes import Axes
+from oneshot.architecture.carried import WithoutLinears
 from oneshot.architecture.layer_shape import LayerShape
-from oneshot.architecture.mixer import WithoutLinears
 from oneshot.architecture.shapes import ModelShape
 from oneshot.errors import CheckpointError
 from oneshot.tensors import Tensors

@@ -7,10 +7,9 @@ from typing import Literal
 import torch
 
 from oneshot.architecture.axes import Axes, linear
-from oneshot.architecture.carried import Carried
+from oneshot.architecture.carried import Carried, NotAttention
 from oneshot.architecture.experts import Experts
 from oneshot.architecture.layer_shape import LayerShape, RankedKind
-from oneshot.architecture.mixer import NotAttention
 from oneshot.architecture.shapes import ModelShape
 
 SublayerKind = Literal["heads", "cross-heads", "carried", "ffn"]

@@ -137,7 +137,7 @@ def _finish(
 ) -> None:
     """Check a result, show what came out, and upload it if that is asked for."""
     from oneshot.api.check import check_result, weight_bytes
-    from oneshot.api.hub import push
+    from oneshot.api.result import push
     from oneshot.export import FORMS
     from oneshot.export.gguf import FILE_NAME
     from oneshot.report.summary import summary

@@ -10,10 +10,8 @@ them and the hidden size need the per-layer form.
 from dataclasses import replace
 from typing import Any
 
-from oneshot.architecture.description import Description, Sizes
+from oneshot.architecture import Attention, Description, FeedForward, Norm, Sizes, Stack, Sublayer
 from oneshot.architecture.resizing import FIXED_HEADS, set_width
-from oneshot.architecture.stack import Stack
-from oneshot.architecture.sublayers import Attention, FeedForward, Norm, Sublayer
 from oneshot.errors import CheckpointError
 
 STACK = Stack(

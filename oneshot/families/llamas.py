@@ -4,10 +4,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from oneshot.architecture.description import Description
+from oneshot.architecture import Attention, Description, FeedForward, Norm, Stack, Sublayer
 from oneshot.architecture.resizing import FIXED_HEADS_ALONE, NO_FFN_BIASES, NO_HIDDEN_SIZE, set_sizes, set_width
-from oneshot.architecture.stack import Stack
-from oneshot.architecture.sublayers import Attention, FeedForward, Norm, Sublayer
 from oneshot.families.llama import STACK
 
 MISTRAL_WINDOW = 4096  # transformers' default

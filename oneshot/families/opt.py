@@ -11,10 +11,8 @@ has only the stock form.
 from dataclasses import replace
 from typing import Any
 
-from oneshot.architecture.description import Description, Feature, Sizes
+from oneshot.architecture import Attention, Description, Feature, FeedForward, Norm, Sizes, Stack, Sublayer
 from oneshot.architecture.resizing import FIXED_HEADS, set_width
-from oneshot.architecture.stack import Stack
-from oneshot.architecture.sublayers import Attention, FeedForward, Norm, Sublayer
 from oneshot.errors import CheckpointError
 
 STACK = Stack(

@@ -8,9 +8,8 @@ import re
 from dataclasses import replace
 from typing import Any
 
+from oneshot.architecture import FIXED_HEADS_ALONE, Description, Feature
 from oneshot.architecture.classes import UNSUPPORTED
-from oneshot.architecture.description import Description, Feature
-from oneshot.architecture.resizing import FIXED_HEADS_ALONE
 from oneshot.families.gemma3 import GEMMA3
 from oneshot.families.gemma4 import GEMMA4
 from oneshot.families.lfm2 import LFM2

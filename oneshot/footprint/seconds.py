@@ -19,8 +19,7 @@ from oneshot.footprint.terms import choice_cost
 from oneshot.footprint.work import Work
 from oneshot.linalg.psd import CONDITION_STEPS
 from oneshot.machine import Store
-from oneshot.profiling import IMPORTANCE_TOKENS
-from oneshot.profiling.curvature import curvature_tokens
+from oneshot.profiling import IMPORTANCE_TOKENS, curvature_tokens
 from oneshot.profiling.embedding import EMBEDDING_PROBES
 from oneshot.profiling.probes import num_probes, probe_sequences
 from oneshot.profiling.profiler import STATISTICS_SEQUENCES

@@ -12,7 +12,7 @@ from factories import MakeCheckpoint, build_model, topics
 from families.cases import CASES
 
 import oneshot
-from oneshot.api.hub import push
+from oneshot.api.result import push
 from oneshot.errors import OutputError
 
 SMALL: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_sequences": 8, "sequence_length": 32}
