@@ -155,6 +155,8 @@ def print_footprints(footprints: Sequence[Footprint], *, checks: bool = False) -
         " – ".join(filter(None, (f"{stage} {duration(seconds)}", _of_text(stage, footprints[0]))))
         for stage, seconds in shared.items()
     )
+    if footprints[0].text:
+        console.print(f"calibration text: {footprints[0].text}", markup=False)
     console.print(f"time that all sizes share: {duration(sum(shared.values()))} ({parts})")
     console.print(f"time in all: about {duration(total)}; it {MAY_BE_WRONG}")
     disk = sum(footprint.result_bytes for footprint in footprints)
@@ -223,5 +225,5 @@ def _table(title: str, headings: Iterable[str], rows: Iterable[Iterable[str]]) -
     for number, heading in enumerate(headings):
         table.add_column(heading, justify="left" if number == 0 else "right")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(Text, row))
     return table

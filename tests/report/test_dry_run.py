@@ -27,6 +27,7 @@ ONE = Footprint(
     check_seconds=60.0,
     text_seconds=600.0,
     dtype="float32, because this CPU multiplies bfloat16 0.57 times as fast as float32",
+    text="4,096 tokens of 3/4 [b].txt + 1/4 builtin",
 )
 
 
@@ -41,6 +42,8 @@ def test_times_are_as_people_say_them(capsys: pytest.CaptureFixture[str]) -> Non
     ):
         assert row in printed
     assert "activations │ host │ in host memory" in printed
+    assert "calibration text │ 4,096 tokens │ of 3/4 [b].txt + 1/4 builtin" in printed
+    assert "text: 4,096 tokens of 3/4 [b].txt + 1/4 builtin" in " ".join(str(ONE).split())
     assert re.search(r"dtype │ float32 │ because this", printed)
     assert re.search(r"\d s\b", printed) is None
     print_footprint(ONE, checks=True)
@@ -64,6 +67,7 @@ def test_what_several_sizes_share_counts_once(capsys: pytest.CaptureFixture[str]
     assert "share: 33 min (prepare 12 min – 10 min of it to write the text, curvature 5 min, profile 17 min)" in told
     assert "time in all: about 3 h 44 min" in told
     assert "all results on disk: about 2.00 GiB" in told
+    assert "calibration text: 4,096 tokens of 3/4 [b].txt + 1/4 builtin" in told
     assert all(len(line) <= 80 for line in printed.splitlines())
 
 
