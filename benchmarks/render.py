@@ -33,6 +33,7 @@ from tables.pareto import (
     pareto_table,
 )
 from tables.prose import (
+    coder_kinds,
     faster_7b,
     headline,
     laid_out_decoding,
@@ -124,6 +125,7 @@ VALUES = {
     "speed_by_time": speed_by_time,
     "speed_by_parameters": speed_by_parameters,
     "laid_out_decoding": laid_out_decoding,
+    "coder_kinds": coder_kinds,
     "little_text": little_text,
     "more_kinds": more_kinds,
     "quick_start_time": quick_start_time,
