@@ -30,6 +30,7 @@ KINDS = {
 }
 
 # without `<unk>`, every sixteenth word, whose first token decides the log-loss; no part of a score
+ALONE = " alone"  # behind a type that is the only one of a file
 WITHOUT_UNKNOWN = "wikitext2-without-unk"
 OWN_TYPES = "own types at "  # before the name of llama-quantize's file of equal bytes
 CODE = "code"  # a further kind, of Python's own library; it is no part of a score

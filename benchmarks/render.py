@@ -58,6 +58,7 @@ from tables.tensor_types import (
     own_types_table,
     own_types_without_unknown,
     size_and_types_table,
+    types_alone_table,
     types_speed_table,
 )
 
@@ -90,6 +91,7 @@ TABLES = {
     "overhead": (overhead_table, "overhead"),
     "memory": (memory_table, "memory"),
     "own_types": (own_types_table, "tensor_types"),
+    "types_alone": (types_alone_table, "types_speed"),
     "types_speed": (types_speed_table, "types_speed"),
     "size_and_types": (size_and_types_table, "size_and_types"),
     "pareto": (pareto_table, "pareto"),

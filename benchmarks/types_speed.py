@@ -1,8 +1,9 @@
 """CPU seconds of prefill and decoding in llama.cpp: types per tensor beside llama-quantize's files of equal bytes.
 
-The files are of `tensor_types.py`. Every round runs llama-bench on one file after another, with one thread. What a
-process takes beside the work is removed: the seconds of one repetition are taken from the seconds of several.
-CPU seconds, unlike seconds of the clock, hardly know of other processes. One row for each file goes to
+The files are of `tensor_types.py`; with `--pure`, llama-quantize makes one of each type, and the table of
+`oneshot/export/quantisers.py` is of their rows. Every round runs llama-bench on one file after another, with one
+thread. What a process takes beside the work is removed: the seconds of one repetition are taken from the seconds of
+several. CPU seconds, unlike seconds of the clock, hardly know of other processes. One row for each file goes to
 `types_speed.jsonl`, with the least of its rounds.
 """
 
@@ -11,10 +12,11 @@ import subprocess
 from pathlib import Path
 
 from harness import Row, append_row, parser, provenance
-from judging import OWN_TYPES
+from judging import ALONE, OWN_TYPES
 
 PREFILL, DECODE = 512, 64  # tokens
 REPETITIONS = 2
+NAMES = {"Q5_K": "Q5_K_S", "Q4_K": "Q4_K_S", "Q3_K": "Q3_K_S", "Q2_K": "Q2_K_S", "IQ2_S": "IQ2_M"}  # of one type alone
 
 
 def cpu_seconds(bench: Path, model: Path, *size: str, repetitions: int) -> float:
@@ -32,6 +34,18 @@ def seconds_each(bench: Path, model: Path, *size: str) -> float:
     return (several - once) / REPETITIONS
 
 
+def pure(programs: Path, folder: Path, kind: str) -> Path:
+    """Return a file of one type, which llama-quantize makes if it is not there."""
+    path = folder / f"{kind}-alone.gguf"
+    if not path.exists():
+        options = ["--imatrix", folder / "llama-imatrix.gguf", "--pure", folder / "plain" / "model.gguf"]
+        name = NAMES.get(kind, kind)
+        subprocess.run(
+            [programs / "llama-quantize", *map(str, [*options, path, name])], check=True, capture_output=True
+        )
+    return path
+
+
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--name", required=True, help="of the model, for the rows")
@@ -39,11 +53,15 @@ def main() -> None:
     options.add_argument("--folder", type=Path, required=True, help="of the files of tensor_types.py")
     options.add_argument("--types", nargs="+", default=["Q4_K_M", "Q3_K_M", "Q2_K"])
     options.add_argument("--rounds", type=int, default=3)
+    options.add_argument("--pure", action="store_true", help="files that have one type of --types alone")
     arguments = options.parse_args()
-    bench, folder = arguments.programs / "llama-bench", arguments.folder
-    files = {"F16": folder / "plain" / "model.gguf"}
+    programs, folder = arguments.programs, arguments.folder
+    bench, files = programs / "llama-bench", {"F16": folder / "plain" / "model.gguf"}
     for kind in arguments.types:
-        files |= {kind: folder / f"{kind}.gguf", f"{OWN_TYPES}{kind}": folder / f"{kind}-own-types.gguf"}
+        if arguments.pure:
+            files[kind + ALONE] = pure(programs, folder, kind)
+        else:
+            files |= {kind: folder / f"{kind}.gguf", f"{OWN_TYPES}{kind}": folder / f"{kind}-own-types.gguf"}
     rounds: dict[str, list[Row]] = {name: [] for name in files}
     for _ in range(arguments.rounds):
         for name, path in files.items():

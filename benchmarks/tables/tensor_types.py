@@ -4,8 +4,9 @@ import math
 from collections.abc import Sequence
 
 from harness import Row, latest, read_rows
-from judging import OWN_TYPES, WITHOUT_UNKNOWN
+from judging import ALONE, OWN_TYPES, WITHOUT_UNKNOWN
 
+from oneshot.export.quantisers import TYPES
 from tables.cells import markdown, origin, token_span
 
 SMOL, CODER = "SmolLM2-135M", "Qwen2.5-Coder-0.5B"
@@ -91,13 +92,35 @@ def types_speed_table() -> str:
             continue
         speeds = [_beside(ours, [theirs], f"{each}_tokens_per_cpu_second", ".0f") for each in ("prefill", "decode")]
         lines.append([theirs["model"], theirs["types"], f"{theirs['bytes'] / 1e6:.1f}", *speeds])
-    whole = next(row for row in rows if row["types"] == "F16")
+    whole = [
+        f"{row['model']} {row['prefill_tokens_per_cpu_second']:.0f} and {row['decode_tokens_per_cpu_second']:.0f}"
+        for row in rows
+        if row["types"] == "F16"
+    ]
     return markdown(
         ["model", "file of llama-quantize", "MB", "prefill, ours / theirs", "decoding, ours / theirs"],
         lines,
         f"Tokens for each CPU second, the best of {token_span({row['rounds'] for row in rows})} rounds of "
-        f"llama-bench (512 tokens, and 64 tokens written). F16: {whole['prefill_tokens_per_cpu_second']:.0f} and "
-        f"{whole['decode_tokens_per_cpu_second']:.0f}. {origin(rows)}.",
+        f"llama-bench (512 tokens, and 64 tokens written). In F16: {'; '.join(whole)}. {origin(rows)}.",
+    )
+
+
+def types_alone_table() -> str:
+    """Return tokens for each CPU second of files with one type, and the seconds that a choice of types counts."""
+    of_speed = read_rows("types_speed")
+    rows = latest([row for row in of_speed if row["types"].endswith(ALONE)], "model", "types")
+    lines = []
+    for row in rows:
+        kind = row["types"].removesuffix(ALONE)
+        speeds = [f"{row[f'{each}_tokens_per_cpu_second']:.0f}" for each in ("prefill", "decode")]
+        lines.append([kind, f"{row['bytes'] / 1e6:.1f}", *speeds, f"{TYPES[kind]:.2f}"])
+    [model] = {row["model"] for row in rows}
+    return markdown(
+        ["type", "MB", "prefill", "decoding", "seconds"],
+        lines,
+        f"{model}, all matrices in the type: tokens for each CPU second, the best of "
+        f"{token_span({row['rounds'] for row in rows})} rounds of llama-bench. Seconds: of prefill and of "
+        f"decoding, each ÷ F16's, added. {origin(rows)}.",
     )
 
 

@@ -13,8 +13,7 @@ from oneshot.export.quantisers import FLOAT, bytes_of, types_of
 from oneshot.export.result_model import Advance, result_importance
 from oneshot.export.result_of_stock import open_result
 from oneshot.export.result_sensitivity import SENSITIVITY_TOKENS
-from oneshot.export.tensor_types import Priced, beside_bytes, price_result
-from oneshot.linalg.allocation import least_damage
+from oneshot.export.tensor_types import Priced, beside_bytes, near_and_fast, price_result, seconds_of_kinds
 from oneshot.machine import Machine
 from oneshot.planning import Plan
 from oneshot.text import Text
@@ -35,8 +34,8 @@ class OriginalTypes:
     names: Mapping[str, str]
     beside_bytes: int
 
-    def least_loss(self, plan: Plan, stack: StackShape, file_bytes: int) -> float:
-        """Return the least nats a token that rounding a plan's matrices to a file of this size costs; infinite if none.
+    def loss_of(self, plan: Plan, stack: StackShape, file_bytes: int) -> float:
+        """Return the nats a token that rounding a plan's matrices to a file of this size costs; infinite if none is.
 
         A smaller tensor loses as much as the whole one: neurons that stay carry more, and the relative loss of a type
         was the same or larger in compressed models (docs/llama-cpp.md, Size and loss).
@@ -45,7 +44,7 @@ class OriginalTypes:
             stack: the sizes of the plan.
         """
         shapes, numbers = expected_tensors(with_all_ffns(stack)), {kept: i for i, kept in enumerate(plan.kept_layers)}
-        damages, sizes = [], []
+        damages, seconds, sizes = [], [], []
         for one in self.priced:
             name = self._name_in(one.module, numbers)
             if name is None:  # of a layer that is left out
@@ -53,9 +52,10 @@ class OriginalTypes:
             known = dict(zip(one.kinds, one.damages, strict=True))
             kinds = [kind for kind in types_of(shapes[name][1]) if kind in known] or [FLOAT]
             damages.append(np.array([known.get(kind, 0.0) for kind in kinds]))
+            seconds.append(seconds_of_kinds(one.module, shapes[name], kinds, self.priced))
             sizes.append(np.array([bytes_of(shapes[name], kind) for kind in kinds], float))
         budget = file_bytes - self.beside_bytes - BESIDE_OF_LAYER * len(plan.layers)
-        chosen = least_damage(damages, sizes, budget)
+        chosen = near_and_fast(damages, seconds, sizes, budget)
         if chosen is None:
             return inf
         return sum(float(damage[option]) for damage, option in zip(damages, chosen, strict=True))

@@ -1,31 +1,33 @@
 """ggml's quantised types: which a row can have, their bits, and their real rounding, by the package libgguf."""
 
 import importlib.util
+import math
 from typing import Any
 
 import numpy as np
 
 from oneshot.errors import PlanError
 
-FLOAT = "F16"  # of rows that no block divides
-# with blocks of 32 and of 256 values, which rows must be a multiple of; Q5_1 and Q4_1 are slow in llama.cpp on a CPU
-# (docs/llama-cpp.md)
-TYPES = (
-    "Q8_0",
-    "Q6_K",
-    "Q5_K",
-    "Q5_0",
-    "Q4_K",
-    "Q4_0",
-    "IQ4_NL",
-    "IQ4_XS",
-    "Q3_K",
-    "IQ3_S",
-    "IQ3_XXS",
-    "Q2_K",
-    "IQ2_S",
-    "IQ2_XXS",
-)
+FLOAT, FLOAT_SECONDS = "F16", 2.0  # of rows that no block divides
+# Types with blocks of 32 and of 256 values, which rows must be a multiple of, and the CPU seconds of a weight in
+# llama.cpp, prefill and decoding, each ÷ F16's, added (benchmarks/types_speed.py --pure). Q5_1 and Q4_1 are slow, and
+# left out.
+TYPES = {
+    "Q8_0": 1.91,
+    "Q6_K": 1.20,
+    "Q5_K": 1.23,
+    "Q5_0": 2.25,
+    "Q4_K": 1.25,
+    "Q4_0": 1.09,
+    "IQ4_NL": 1.13,
+    "IQ4_XS": 1.16,
+    "Q3_K": 1.25,
+    "IQ3_S": 1.90,
+    "IQ3_XXS": 1.69,
+    "Q2_K": 1.38,
+    "IQ2_S": 1.48,
+    "IQ2_XXS": 1.48,
+}
 
 
 def reason_against_quantising() -> str | None:
@@ -39,6 +41,11 @@ def types_of(columns: int) -> tuple[str, ...]:
     """Return the types that rows of so many values can have, and F16 where no block divides them."""
     fitting = tuple(name for name in TYPES if columns % block_of(name) == 0)
     return fitting or (FLOAT,)
+
+
+def seconds_of(shape: tuple[int, ...], name: str) -> float:
+    """Return the CPU seconds of a matrix in a type; prefill and decoding take one each for a weight in F16."""
+    return math.prod(shape) * TYPES.get(name, FLOAT_SECONDS)
 
 
 def block_of(name: str) -> int:

@@ -124,7 +124,7 @@ def _share_beside_types(job: Job, types: OriginalTypes | None, damages: Damages,
     file_bytes = target.gguf_bytes
 
     def rounding(plan: Plan) -> float:
-        return types.least_loss(plan, run.grid.stack(plan), file_bytes)
+        return types.loss_of(plan, run.grid.stack(plan), file_bytes)
 
     found = beside_rounding(run.grid, run.method, target, damages, sensitivity, rounding)
     alone = f"would lose {found.rounding_alone:.3f}" if math.isfinite(found.rounding_alone) else "would not fit"

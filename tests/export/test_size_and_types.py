@@ -65,12 +65,12 @@ def test_types_of_a_plan_are_priced_as_a_file_stores_them(
     around = types.beside_bytes + BESIDE_OF_LAYER * 3
     budget = sum(float(one.bytes.min()) for one in types.priced) * 1.3
     alone = damage_of(types.priced, chosen_types(types.priced, budget))
-    assert types.least_loss(dense, grid.dense, int(around + budget)) == pytest.approx(alone, rel=0.02)
+    assert types.loss_of(dense, grid.dense, int(around + budget)) == pytest.approx(alone, rel=0.02)
     stack = grid.stack(plan)
     shapes = [shape for shape in shapes_of(Path(smaller.output) / WEIGHTS) if len(shape) == 2]
     least = sum(min(bytes_of(shape, kind) for kind in types_of(shape[1])) for shape in shapes)
-    assert math.isfinite(types.least_loss(plan, stack, around + least))
-    assert types.least_loss(plan, stack, around + least - 1) == math.inf
+    assert math.isfinite(types.loss_of(plan, stack, around + least))
+    assert types.loss_of(plan, stack, around + least - 1) == math.inf
     names = {str(number): name for number, name in enumerate(matrices(Path(smaller.output) / WEIGHTS))}
     assert beside_bytes(Path(smaller.output) / WEIGHTS, names) <= around
 

@@ -14,8 +14,9 @@ from oneshot.config import Config
 from oneshot.errors import ConfigError, PlanError
 from oneshot.evaluation import load_model
 from oneshot.export import open_folder
-from oneshot.export.quantisers import TYPES, bytes_of, quantise, rounded, types_of
-from oneshot.export.tensor_types import TYPES_NAME
+from oneshot.export.quantisers import TYPES, bytes_of, quantise, rounded, seconds_of, types_of
+from oneshot.export.tensor_types import TYPES_NAME, Priced, chosen_types, damage_of
+from oneshot.linalg.allocation import least_damage
 from oneshot.pipeline import compress, predict
 from oneshot.report.summary import summary
 
@@ -99,8 +100,32 @@ def test_rounding_is_what_gguf_reads(name: str) -> None:
 
 def test_rows_that_no_block_divides_stay_whole() -> None:
     assert types_of(576) == ("Q8_0", "Q5_0", "Q4_0", "IQ4_NL")
-    assert types_of(1536) == TYPES
+    assert types_of(1536) == tuple(TYPES)
     assert types_of(100) == ("F16",)
+
+
+@pytest.mark.parametrize("bits", [3.0, 3.8, 5.0])
+def test_a_percent_of_damage_is_given_for_a_percent_of_seconds(bits: float) -> None:
+    """Types that are slow on a CPU stay where they save more damage than time."""
+    random, shape, weights = np.random.default_rng(0), (64, 256), 12 * 64 * 256
+    sizes = np.array([bytes_of(shape, kind) for kind in TYPES], float)
+    priced = []
+    for number in range(12):
+        damages = 4.0 ** -(sizes * 8 / (64 * 256)) * random.uniform(0.5, 20) * random.uniform(0.8, 1.2, len(sizes))
+        priced.append(Priced(f"model.layers.{number}.mlp.up_proj", shape, None, None, tuple(TYPES), damages, sizes))
+    budget = bits / 8 * weights
+    kinds = chosen_types(priced, budget)
+    least = least_damage([one.damages for one in priced], [one.bytes for one in priced], budget)
+    assert least is not None
+    of_least = {one.module: one.kinds[option] for one, option in zip(priced, least, strict=True)}
+
+    def seconds(choice: dict[str, str]) -> float:
+        return sum(seconds_of(shape, kind) for kind in choice.values())
+
+    assert sum(bytes_of(shape, kind) for kind in kinds.values()) <= budget
+    given = damage_of(priced, kinds) / damage_of(priced, of_least) - 1
+    assert 0 <= given <= 1 - seconds(kinds) / seconds(of_least) + 1e-9
+    assert seconds(kinds) < seconds(of_least)
 
 
 def test_options_that_say_nothing_are_refused() -> None:
