@@ -1,6 +1,7 @@
 """Checks of a checkpoint's tensors against its config and the stock class, before any work."""
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from oneshot.checkpoint.stock import complete_text_config, sample_model, tied_na
 from oneshot.errors import CheckpointError, cause
 from oneshot.families import is_text
 
+POOLER = "pooler."  # of a plain encoder; files of sentence encoders, which read no pooled output, may lack it
 WEIGHT_DTYPES = ("F64", "F32", "F16", "BF16")
 
 
@@ -34,6 +36,8 @@ def stock_sample(checkpoint: Checkpoint, family: Description) -> Any:
     """
     try:
         return sample_model(checkpoint.config, family, torch.float32)
+    except CheckpointError:
+        raise  # which names a remedy of its own
     except Exception as error:  # transformers raises many unrelated types; the cause is named and chained
         raise CheckpointError(
             f"{checkpoint.folder / 'config.json'} does not describe a {family.model_type} model "
@@ -64,7 +68,8 @@ def check_outside(checkpoint: Checkpoint, family: Description, shape: ModelShape
     """
     tied = expected.shared(checkpoint, family) if family.classes or shape.tied else set()
     stored_text = {name for name in checkpoint.shapes if is_text(family, name)}
-    names = expected.shapes.keys() | {name for name in stored_text if not family.is_in_layers(name)}
+    names = without_lacking_pooler(expected.shapes, checkpoint.shapes)
+    names |= {name for name in stored_text if not family.is_in_layers(name)}
     for name in sorted(names - tied):
         stored = checkpoint.shapes.get(name)
         if not name.endswith("rotary_emb.inv_freq") and stored != expected.shapes.get(name):
@@ -72,6 +77,16 @@ def check_outside(checkpoint: Checkpoint, family: Description, shape: ModelShape
                 f"{name} has shape {stored} where config.json of a {family.model_type} model asks for "
                 f"{expected.shapes.get(name)}; give a complete, unmodified checkpoint."
             )
+
+
+def lacks_pooler(stored: Collection[str]) -> bool:
+    """Return whether a plain encoder is stored without its pooler; transformers then makes one of random weights."""
+    return not any(name.startswith(POOLER) for name in stored)
+
+
+def without_lacking_pooler(expected: Collection[str], stored: Collection[str]) -> set[str]:
+    """Return the tensors that a class has, without a plain encoder's pooler if none of it is stored."""
+    return {name for name in expected if not (name.startswith(POOLER) and lacks_pooler(stored))}
 
 
 def check_carried(checkpoint: Checkpoint, family: Description, shape: ModelShape) -> None:

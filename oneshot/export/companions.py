@@ -27,6 +27,7 @@ from oneshot.checkpoint import (
     tied_names,
     with_floats,
 )
+from oneshot.checkpoint.checks import without_lacking_pooler
 from oneshot.checkpoint.safe_files import CONFIG_ENDING, companion_files, read_config
 from oneshot.errors import OutputError
 from oneshot.export.older_keys import with_older_keys
@@ -174,7 +175,8 @@ def verify(folder: Path, further: Collection[str] = ()) -> Checkpoint:
     own = None if family is None else family.stack.experts
     experts = None if own is None else own.as_in(written)
     expected = {name: tuple(tensor.shape) for name, tensor in _stored(model, checkpoint.config, experts).items()}
-    for name in sorted((expected.keys() | written.keys()) - tied_names(model)):
+    names = without_lacking_pooler(expected, written) | written.keys()
+    for name in sorted(names - tied_names(model)):
         if name.endswith("rotary_emb.inv_freq"):
             continue
         if expected.get(name) != written.get(name):

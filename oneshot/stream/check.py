@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from oneshot.architecture import Stack, fuse
 from oneshot.checkpoint import Model, complete_text_config, make_buffers, resized_config, sample_model
+from oneshot.checkpoint.checks import lacks_pooler
 from oneshot.errors import CheckpointError
 from oneshot.families import is_text, with_text
 from oneshot.machine import Machine
@@ -95,6 +96,8 @@ def _stock_model(
     if shape.own_sizes:
         config = resized_config(model.family, config, shape.of(numbers[-1]))
     stock = sample_model(config, model.family, machine.dtype, numbers)
+    if hasattr(stock, "pooler") and lacks_pooler(model.checkpoint.shapes):
+        stock.pooler = None
     make_buffers(stock, machine.device)
     weights = _of_tokens(model, stock, numbers)
     for name, tensor in stock.state_dict().items():

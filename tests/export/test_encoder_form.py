@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from factories import MakeConfig, build_model, topics
 from safetensors.torch import load_file
 from torch import nn
@@ -24,7 +25,6 @@ FULL_WIDTH = 2e-5  # of the largest output
 
 def auto(folder: Path, name: str) -> Any:
     """Load a result by the auto class of a stock class's task, with the modelling file beside it."""
-    import transformers
 
     task = next(task for task in ("ForMaskedLM", "ForSequenceClassification", "ForQuestionAnswering",
                                   "ForTokenClassification", "Model") if name.endswith(task))  # fmt: skip
@@ -271,3 +271,30 @@ def test_a_smaller_hidden_size_needs_the_per_layer_form(make: Any) -> None:
     _, run = make("bert", "BertModel")
     with pytest.raises(PlanError, match="--form per-layer"):
         run(form="stock", recipe="tcsp", hidden_size=20)
+
+
+@pytest.mark.parametrize("form", ["stock", "per-layer"])
+@pytest.mark.parametrize("name", ["BertModel", "XLMRobertaModel"])
+def test_a_plain_encoder_may_lack_its_pooler(
+    name: str, form: str, tmp_path: Path, tokenizer: Any, make_config: MakeConfig
+) -> None:
+    """As files of sentence encoders do: so does the result, whose states are the stream's."""
+    if (name, form) == ("XLMRobertaModel", "per-layer"):
+        pytest.skip("the family has the stock form alone")
+    dense = build_model("bert" if name == "BertModel" else "xlm-roberta", model_class=name)
+    dense.pooler = None
+    dense.save_pretrained(tmp_path / "dense")
+    tokenizer.save_pretrained(tmp_path / "dense")
+    (tmp_path / "text.txt").write_text(topics(0, 10))
+    options = {"calibration": str(tmp_path / "text.txt"), "form": form, "round_to": 4}
+    kept = make_config(tmp_path / "dense", sparsity=0.0, output=str(tmp_path / "kept"), **options)
+    smaller = make_config(tmp_path / "dense", sparsity=0.1, output=str(tmp_path / "smaller"), **options)
+    for config in (kept, smaller):
+        report = compress(config)
+        stored = load_file(Path(config.output) / "model.safetensors")
+        assert not any("pooler" in tensor for tensor in stored)
+        assert report.stored_parameters["compressed"] == sum(tensor.numel() for tensor in stored.values())
+    model = transformers.AutoModel.from_pretrained(kept.output, trust_remote_code=True).eval()
+    with torch.inference_mode():
+        states = [each(TOKEN_IDS, attention_mask=MASK).last_hidden_state[MASK.bool()] for each in (model, dense)]
+    torch.testing.assert_close(states[0], states[1], rtol=0, atol=FULL_WIDTH * float(states[1].abs().max()))
