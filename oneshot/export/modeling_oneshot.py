@@ -54,6 +54,22 @@ class OneshotConfig(LlamaConfig):
     def validate_architecture(self) -> None:
         """Heads need not divide the hidden size here."""
 
+    def validate_rope(self) -> None:
+        """Rotary positions are the same in all layers."""
+        LlamaConfig.validate_rope(of_equal_layers(self))
+
+
+stated_layers: Any = getattr(getattr(LlamaConfig, "per_layer_config", None), "fget", None)
+
+
+def of_equal_layers(config: OneshotConfig) -> OneshotConfig:
+    """Return a config for rotary positions: some types read a number of heads in vain, and layers may have others."""
+    if stated_layers is None:
+        return config
+    equal = copy.copy(config)
+    equal.per_layer_config = None
+    return equal
+
 
 def cache_slot(attends: list[bool], layer_idx: int) -> int:
     """Return the place of a layer in caches: its number. The first place has their length.
@@ -61,9 +77,6 @@ def cache_slot(attends: list[bool], layer_idx: int) -> int:
     So the first layer with attention has it, where the layers before have none.
     """
     return 0 if layer_idx == attends.index(True) else layer_idx
-
-
-stated_layers: Any = getattr(getattr(LlamaConfig, "per_layer_config", None), "fget", None)
 
 
 def cached_layers(config: OneshotConfig) -> Any:
@@ -439,7 +452,7 @@ class OneshotModel(LlamaModel):
         self.layers = nn.ModuleList([OneshotDecoderLayer(config, index) for index in range(config.num_hidden_layers)])
         self.norm = norm_of(config, last)
         self.head_map = nn.Linear(last, first, bias=False) if config.head_map else nn.Identity()
-        self.rotary_emb = LlamaRotaryEmbedding(config)
+        self.rotary_emb = LlamaRotaryEmbedding(of_equal_layers(config))
         self.gradient_checkpointing = False
         # hooks around the stock class's `forward`: llm-compressor traces that, and nothing that an own one would call
         if config.num_positions or config.centred_embedding:

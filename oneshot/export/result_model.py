@@ -55,7 +55,7 @@ class ResultModel:
         with machine.device:
             positions = torch.arange(text.longest).unsqueeze(0)
             example = torch.zeros(1, text.longest, base.config.hidden_size, dtype=machine.dtype)
-            self._turned = type(base.rotary_emb)(base.config)(example, positions)
+            self._turned = type(base.rotary_emb)(base.rotary_emb.config)(example, positions)
 
     @property
     def has_head(self) -> bool:

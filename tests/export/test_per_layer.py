@@ -254,6 +254,47 @@ def test_learned_positions_count_from_the_first_token_behind_padding(
     torch.testing.assert_close(after.logits, wanted[:, -3:], rtol=0, atol=1e-5)
 
 
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+LONG = {"short_factor": [1.0] * 4, "long_factor": [2.0, 3.0, 4.0, 5.0], "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize(
+    ("rotary", "form"),
+    [
+        (YARN, "per-layer"),
+        (YARN, "gguf"),  # whose importance matrix and whose evaluation are of the same class
+        (DYNAMIC, "per-layer"),
+        ({"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, **LONG}, "per-layer"),
+    ],
+    ids=lambda value: value["rope_type"] if isinstance(value, dict) else value,
+)
+def test_heads_differ_by_layer_beside_rotary_positions_of_every_type(
+    rotary: dict[str, Any], form: str, save_model: SaveModel, make_config: MakeConfig
+) -> None:
+    """Some types read the number of heads, which transformers refuses where layers have their own."""
+    model, silent = build_model(groups=4, rope_parameters=rotary), torch.tensor([0, 2])
+    with torch.no_grad():
+        model.model.layers[0].self_attn.o_proj.weight[:, head_columns(silent, 8)] = 0
+    folder = save_model(model)
+    removed = 2 * 4 * 8 * 32  # heads × linears × rows × columns
+    config = make_config(
+        folder,
+        form=form,
+        heads="id",
+        ffn="none",
+        correction="none",
+        parameters=Checkpoint(folder).num_parameters - removed,
+        num_sequences=64,
+    )
+    compress(config)
+    layers = json.loads((Path(config.output) / "oneshot_report.json").read_text())["plan"]["layers"]
+    assert [layer["num_attention_heads"] for layer in layers] == [2, 4]
+    [result] = evaluate([config.output], [config.text.calibration], sequence_length=24, max_windows=2, decode_tokens=0)
+    [dense] = evaluate([str(folder)], [config.text.calibration], sequence_length=24, max_windows=2, decode_tokens=0)
+    assert list(result.perplexity.values()) == pytest.approx(list(dense.perplexity.values()), rel=1e-5)
+
+
 def test_the_modelling_file_imports_only_public_packages() -> None:
     modules = set()
     for node in ast.walk(ast.parse(MODELLING_FILE.read_text())):
