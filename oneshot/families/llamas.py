@@ -38,7 +38,13 @@ def phi3_forms(family: Description, config: dict[str, Any]) -> Description:
     share = config.get("partial_rotary_factor") or rotary.get("partial_rotary_factor") or 1.0
     if rotary.get("rope_type", rotary.get("type", "default")) == "default" and share == 1.0:
         return family
-    return replace(family, like_llama=False)
+    refused = dict(family.unsupported)
+    if "long_factor" in rotary:
+        refused["heads"] = (
+            "Heads of this phi3 stay, because its config has a factor for each rotary position of hidden size ÷ heads; "
+            "use --set heads=none."
+        )
+    return replace(family, like_llama=False, unsupported=refused)
 
 
 def scaled_embedding(family: Description, config: dict[str, Any]) -> Description:

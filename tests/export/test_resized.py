@@ -16,6 +16,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 from oneshot.architecture import TableShape
 from oneshot.checkpoint import open_model
 from oneshot.compression.embedding import expanded
+from oneshot.errors import PlanError
 from oneshot.evaluation import evaluate
 from oneshot.export import stated_shape
 from oneshot.export.companions import empty_tensors
@@ -147,6 +148,22 @@ def test_any_plan_has_the_counted_parameters(name: str, make_checkpoint: MakeChe
     wanted = form.grid(model).stack(plan)
     assert stated_shape(config) == wanted
     assert sum(tensor.numel() for tensor in stored.values()) == wanted.stored_parameters()
+
+
+@pytest.mark.parametrize("form", ["stock", "per-layer"])
+def test_heads_that_a_config_has_factors_for_stay(
+    form: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+) -> None:
+    """Phi-3's config checks the factors of its long rotary positions by hidden size ÷ heads."""
+    rotary = {"rope_type": "longrope", "short_factor": [1.0] * 3, "long_factor": [2.0, 3.0, 4.0], "rope_theta": 1e4}
+    rotary |= {"partial_rotary_factor": 0.75, "original_max_position_embeddings": 16}
+    folder = make_checkpoint(family="phi3", rope_parameters=rotary, original_max_position_embeddings=16)
+    with pytest.raises(PlanError, match=r"use --set heads=none\.$"):
+        compress(make_config(folder, form=form, heads="id", sparsity=0.15))
+    config = make_config(folder, form=form, sparsity=0.1)
+    compress(config)
+    report = json.loads((Path(config.output) / "oneshot_report.json").read_text())
+    assert {layer["num_attention_heads"] for layer in report["plan"]["layers"]} == {4}
 
 
 def test_an_engine_with_experts_of_one_width_is_refused() -> None:
