@@ -70,6 +70,11 @@ class GgufForm(GgufFolder, LlamaLayers):
         unstated = reason_against_rotary(rotary) if refusal is None else None
         if unstated is not None:
             refusal = f"--form gguf cannot state the model's rotary positions ({unstated}); use --form per-layer."
+        if refusal is None and model.shape.query_key_norms and model.shape.attention_bias:
+            refusal = (
+                f"--form gguf has no biases beside norms of queries and keys, because llama.cpp's "
+                f"{model.family.model_type} has none; use --form per-layer."
+            )
         refusal = reason_against_files(model) or refusal
         differ = not model.shape.query_key_norms  # the architecture for different layers has no norms of queries
         return Grid(

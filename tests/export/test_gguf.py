@@ -426,8 +426,9 @@ def test_unknown_rules_are_refused() -> None:
         ({"family": "mistral", "sliding_window": 8}, {}, "no sliding attention window"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, {}, "the type dynamic"),
         ({}, {"query_key_size": 4}, "needs --form per-layer; add it"),
+        ({"family": "qwen3", "head_dim": 8, "attention_bias": True}, {}, "no biases beside norms of queries and keys"),
     ],
-    ids=["layer-norms", "window", "positions", "inside-heads"],
+    ids=["layer-norms", "window", "positions", "inside-heads", "biases"],
 )
 def test_what_it_cannot_hold_is_refused(
     model: dict[str, Any],
