@@ -12,7 +12,7 @@ from oneshot.linalg.sums import DEVICE_PANEL_WIDTH, PANEL_WIDTH
 from oneshot.method import SelectorName
 from oneshot.selection import Cost, Extent, find_selector
 from oneshot.selection.evidence import neuron_gram_bytes
-from oneshot.stream.output_head import VOCABULARY_PANEL
+from oneshot.stream.output_head import DEVICE_VOCABULARY_PANEL, VOCABULARY_PANEL
 from oneshot.stream.token_inputs import TOKENS_TOGETHER
 
 HEAP_BLOCK_BYTES = 32 * 2**20  # smaller blocks stay in glibc's heap when they are freed
@@ -260,7 +260,7 @@ def output_head(work: Work) -> Term:
 def predictions(work: Work) -> tuple[Term, ...]:
     """Return logits of two models for one sequence and a panel of the vocabulary, and its rows of the head."""
     shape, length = work.shape, work.text.sequence_length
-    panel = min(VOCABULARY_PANEL, shape.vocab_size)
+    panel = min(DEVICE_VOCABULARY_PANEL if work.on_cuda else VOCABULARY_PANEL, shape.vocab_size)
     logits = computed(FLOAT * length * (4 * panel + 6 * shape.hidden_size), LENGTH)
     return logits, computed(FLOAT * (work.dtype.itemsize != FLOAT) * panel * shape.hidden_size)
 

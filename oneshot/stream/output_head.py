@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-VOCABULARY_PANEL = 8192  # rows of the head in one panel of logits
+# Rows of the head in one panel of logits. On a CPU glibc takes what has 32 MiB or more anew from the system.
+VOCABULARY_PANEL, DEVICE_VOCABULARY_PANEL = 2048, 8192
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,8 @@ class OutputHead:
         return self._logits(self.norm(x).float(), slice(None))
 
     def _panels(self) -> list[slice]:
-        return [slice(start, start + VOCABULARY_PANEL) for start in range(0, len(self.weight), VOCABULARY_PANEL)]
+        width = DEVICE_VOCABULARY_PANEL if self.weight.is_cuda else VOCABULARY_PANEL
+        return [slice(start, start + width) for start in range(0, len(self.weight), width)]
 
     def _logits(self, states: torch.Tensor, panel: slice) -> torch.Tensor:
         """Return the logits of a panel for normed states."""
