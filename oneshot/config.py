@@ -375,11 +375,13 @@ PARTS: dict[str, type] = {
 }
 
 
-def refuse_prompt(prompt: str | None) -> None:
-    """Raise `ConfigError` for a question that is empty or is not a text."""
+def refuse_prompt(prompt: str | None, form: str) -> None:
+    """Raise `ConfigError` for a question that is empty or is not a text, and for a form that nothing here asks."""
     if prompt is not None and not (isinstance(prompt, str) and prompt.strip()):
         stated = "empty" if isinstance(prompt, str) else f"of the type {type(prompt).__name__}"
         raise ConfigError(f"--prompt is {stated}; give a question, or leave it out.")
+    if prompt is not None and form == "gguf":
+        raise ConfigError("--prompt is asked by the check, which opens no GGUF file; leave out --prompt.")
 
 
 def own_name(checkpoint: str) -> str:

@@ -113,7 +113,7 @@ def compress(
         "resume": resume or None,
     }
     with request(model, output, tokenizer, given | settings, several=several is not None) as asked:
-        refuse_prompt(prompt)
+        refuse_prompt(prompt, asked.config.form)
         ending = [CHECK] * len(several or [first]) if prompt or max_loss is not None else []
         with Tracker(progress, ending=ending) as tracker:
             if several is None and asked.config.target.max_loss is not None:

@@ -172,7 +172,6 @@ def main(argv: Sequence[str] | None = None, prog: str = "oneshot compress") -> i
     arguments = build_parser(prog).parse_args(argv)
 
     def run() -> None:
-        refuse_prompt(arguments.prompt)
         if arguments.prompt is not None and arguments.no_check:
             raise ConfigError("--prompt is asked by the check, which --no-check leaves out; give one of the two.")
         if arguments.max_loss is not None and arguments.no_check:
@@ -183,6 +182,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "oneshot compress") -> i
         if arguments.tcsp is not None:
             _apply_tcsp(arguments)
         config = parse_config(arguments, sparsity=sparsities[0] if sparsities else None)
+        refuse_prompt(arguments.prompt, config.form)
         begin_work(arguments)
         from oneshot.api.check import CHECK, check_result
         from oneshot.max_loss import compress_within

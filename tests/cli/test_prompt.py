@@ -15,6 +15,7 @@ from oneshot.cli.main import main
         (["--prompt= "], "--prompt is empty"),
         (["--prompt=Why?", "--no-check"], "--no-check leaves out"),
         (["--prompt=Why?", "--quiet"], "--quiet leaves out"),
+        (["--prompt=Why?", "--form=gguf"], "opens no GGUF file; leave out --prompt"),
     ],
 )
 def test_a_question_that_nobody_would_be_asked_is_refused(
