@@ -560,9 +560,10 @@ class OneshotForCausalLM(LlamaForCausalLM):
 
         Answers, names, shapes, memory and saved copies stay. Libraries that shard parameters refuse this order.
         """
+        tied = getattr(self.model.embed_tokens, "weight", None)  # a table that is also a head is saved by rows alone
         for module in self.modules():
             weight = getattr(module, "weight", None)
-            if type(module) not in (nn.Linear, OneshotTable) or type(weight) is not nn.Parameter:
+            if type(module) not in (nn.Linear, OneshotTable) or type(weight) is not nn.Parameter or weight is tied:
                 continue  # also what a quantiser has put there
             if weight.is_meta:
                 raise ValueError("Weights that are off-loaded have no order; open the model without off-loading.")

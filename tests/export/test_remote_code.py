@@ -189,6 +189,17 @@ def test_weights_by_columns_compute_and_save_the_same(folder: Path, tmp_path: Pa
     assert all(torch.equal(again[name], weight) for name, weight in weights.items())
 
 
+def test_a_tied_table_stays_by_rows_and_is_saved(
+    make_checkpoint: MakeCheckpoint, make_result: MakeResult, tmp_path: Path
+) -> None:
+    model = opened(make_result(make_checkpoint(tied=True), form="per-layer", embedding="none", sparsity=0.1))
+    before = logits(model)
+    model.lay_out_()
+    model.save_pretrained(tmp_path / "saved")
+    assert model.model.layers[0].mlp.gate_proj.weight.t().is_contiguous()
+    torch.testing.assert_close(logits(opened(tmp_path / "saved")), before, rtol=1e-5, atol=1e-5)
+
+
 def test_weights_on_disk_are_not_laid_out(folder: Path, tmp_path: Path) -> None:
     model = opened(folder, device_map="auto", max_memory={"cpu": 60000}, offload_folder=str(tmp_path / "weights"))
     with pytest.raises(ValueError, match="open the model without off-loading"):
