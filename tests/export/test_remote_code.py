@@ -13,6 +13,7 @@ from factories import MakeCheckpoint, MakeResult, build_model, randomise
 from transformers import AutoModelForCausalLM
 
 from oneshot.architecture import LayerShape, ModelShape, TableShape
+from oneshot.checkpoint import Checkpoint
 from oneshot.export.encoder import MODELLING_FILE as ENCODER
 from oneshot.export.modeling_oneshot import OneshotConfig, OneshotForCausalLM
 from oneshot.export.nemotron_nas import MODELLING_FILE as NEMOTRON_NAS
@@ -115,13 +116,17 @@ def test_checkpointed_gradients_are_the_same(reentrant: bool, either: Path) -> N
         torch.testing.assert_close(gradients[1][name], gradient, rtol=0, atol=0)
 
 
-def test_a_trained_embedding_stays_tied(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("table", ["ranges", "whole"])
+def test_a_trained_embedding_stays_tied(
+    table: str, folder: Path, make_checkpoint: MakeCheckpoint, make_result: MakeResult, tmp_path: Path
+) -> None:
     """Train the whole embedding with peft, merge, save and open again."""
     from peft import LoraConfig, get_peft_model
 
-    adapted = get_peft_model(
-        opened(folder), LoraConfig(target_modules=["v_proj"], modules_to_save=["embed_tokens"], r=2)
-    )
+    if table == "whole":
+        folder = make_result(make_checkpoint(tied=True), form="per-layer", embedding="none", sparsity=0.1)
+    options: dict[str, Any] = {"target_modules": ["v_proj"], "modules_to_save": ["embed_tokens"], "r": 2}
+    adapted = get_peft_model(opened(folder), LoraConfig(**options, ensure_weight_tying=True))
     optimiser = torch.optim.SGD([weight for weight in adapted.parameters() if weight.requires_grad], lr=0.5)
     for _ in range(4):
         adapted(IDS, labels=IDS).loss.backward()
@@ -131,6 +136,7 @@ def test_a_trained_embedding_stays_tied(folder: Path, tmp_path: Path) -> None:
     merged = adapted.merge_and_unload()
     torch.testing.assert_close(logits(merged), trained, rtol=1e-5, atol=1e-5)
     merged.save_pretrained(tmp_path / "merged")
+    assert Checkpoint(tmp_path / "merged").shapes.keys() == Checkpoint(folder).shapes.keys(), "no head of its own"
     assert (trained - logits(opened(folder))).abs().max() > 0.1, "training must change something"
     torch.testing.assert_close(logits(opened(tmp_path / "merged")), trained, rtol=1e-5, atol=1e-5)
 
