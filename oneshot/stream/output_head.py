@@ -6,7 +6,8 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.nn import functional
+
+from oneshot.linalg.products import linear
 
 # Rows of the head in one panel of logits. On a CPU glibc takes what has 32 MiB or more anew from the system.
 VOCABULARY_PANEL, DEVICE_VOCABULARY_PANEL = 2048, 8192
@@ -122,8 +123,9 @@ class OutputHead:
 
     def _logits(self, states: torch.Tensor, panel: slice) -> torch.Tensor:
         """Return the logits of a panel for normed states."""
-        bias = None if self.bias is None else self.bias[panel].float()
-        logits = functional.linear(states, self.weight[panel].float(), bias)
+        logits = linear(states, self.weight[panel].float())
+        if self.bias is not None:
+            logits += self.bias[panel].float()
         return logits if self.cap is None else logits.div_(self.cap).tanh_().mul_(self.cap)
 
     @staticmethod
