@@ -20,6 +20,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 @cache
 def mkl_is_narrow() -> bool:
-    """Return whether the CPU is AMD's, with AVX-512."""
+    """Return whether the CPU is AMD's, with AVX-512, and torch has both libraries."""
     capabilities = torch.cpu.get_capabilities()
-    return "AMD" in str(capabilities.get("cpu_name", "")) and bool(capabilities.get("avx512_f", False))
+    has_both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
+    return has_both and "AMD" in str(capabilities.get("cpu_name", "")) and bool(capabilities.get("avx512_f", False))
