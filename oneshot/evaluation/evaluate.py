@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from oneshot.checkpoint import Checkpoint, open_gguf
 from oneshot.errors import ConfigError
@@ -12,6 +13,7 @@ from oneshot.evaluation.kinds import Kind, kind_of
 from oneshot.export import open_folder, own_gguf
 from oneshot.machine import resolve_device, resolve_dtype
 from oneshot.machine.scratch import scratch_folder
+from oneshot.text import SELF
 
 
 def evaluate(
@@ -48,6 +50,12 @@ def evaluate(
         raise ConfigError(f"--prefill-tokens {prefill_tokens} is out of range: give at least 1.")
     if decode_tokens < 0:
         raise ConfigError(f"--decode-tokens {decode_tokens} is out of range: give 0 or more.")
+    for text in texts:
+        if text == SELF or ("+" in text and not Path(text.partition(":")[0]).expanduser().exists()):
+            raise ConfigError(
+                f"--text {text} is for --calibration alone, where a model writes text (self) and + joins sources; give "
+                "--text once for each text."
+            )
     where = resolve_device(device)
     compute = resolve_dtype(dtype, where)
     names = [*checkpoints, baseline] if baseline is not None else [*checkpoints]

@@ -362,3 +362,16 @@ def test_the_folder_of_a_gguf_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     with pytest.raises(CheckpointError, match=r"give .*model\.gguf itself"):
         evaluate([str(tmp_path)], [])
+
+
+@pytest.mark.parametrize("text", ["self", "one.txt+builtin"])
+def test_texts_of_calibration_alone_are_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["/no/such/model", f"--text={text}"]) == 1
+    assert f"--text {text} is for --calibration alone" in capsys.readouterr().err
+
+
+def test_a_file_may_have_a_plus_in_its_name(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    (tmp_path / "c++.jsonl").write_text(json.dumps({"said": "one two three " * 99}))
+    given = f"{tmp_path / 'c++.jsonl'}:said"
+    [found] = evaluate([str(make_checkpoint())], [given], sequence_length=16, max_windows=1, decode_tokens=0)
+    assert list(found.perplexity) == [given]
