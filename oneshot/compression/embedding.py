@@ -10,6 +10,7 @@ That is r² numbers less, and nothing is lost.
 """
 
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 from oneshot_kernels import suffix_sums
@@ -20,6 +21,7 @@ from oneshot.linalg.interpolative import spanning_columns
 from oneshot.linalg.low_rank import damped_root
 from oneshot.linalg.pca import principal_directions
 from oneshot.linalg.sums import panels
+from oneshot.machine import ALONE, Workers
 from oneshot.machine.transfer import as_like
 from oneshot.planning import vocabulary_ranges
 from oneshot.tensors import Tensors
@@ -30,20 +32,29 @@ _TABLES = "model.embed_tokens.tables."
 
 
 def range_errors(
-    embedding: torch.Tensor, gram: torch.Tensor, probabilities: torch.Tensor, whole: Iterable[int] = ()
+    embedding: torch.Tensor,
+    gram: torch.Tensor,
+    probabilities: torch.Tensor,
+    whole: Iterable[int] = (),
+    *,
+    workers: Workers = ALONE,
 ) -> torch.Tensor:
     """Return what every rank of every range loses of the logits, `(ranges, D + 1)` on the host; rank 0 sums to one.
 
     Args:
         embedding: `(N, D)`. gram: `H (D, D)` of what the head reads. probabilities: `(N,)` of the tokens.
         whole: tokens whose ranges must stay whole (a chat's marks); any rank below D has an infinite error there.
+        workers: who share the ranges; all receive all.
     """
-    ranges, width = vocabulary_ranges(len(embedding)), embedding.shape[1]
+    ranges = vocabulary_ranges(len(embedding))
     root = damped_root(gram, STATES)
-    errors = torch.zeros(len(ranges), width + 1, dtype=torch.float64)
-    for index, part in enumerate(ranges):
+
+    def errors_of(part: slice) -> torch.Tensor:
         energies = torch.linalg.eigvalsh(_inside(embedding[part], probabilities[part], root)).flip(0).clamp_min(0)
-        errors[index] = suffix_sums(energies.cpu())
+        return suffix_sums(energies.cpu())
+
+    jobs = [partial(errors_of, part) for part in ranges]
+    errors = torch.stack([*workers.share_all(jobs, [1.0] * len(jobs))])
     errors /= errors[:, 0].sum().clamp_min(torch.finfo(errors.dtype).tiny)  # the rows may all be zero
     for token in whole:
         errors[token // ranges[0].stop, :-1] = torch.inf
@@ -51,7 +62,12 @@ def range_errors(
 
 
 def reduce_embedding(
-    embedding: torch.Tensor, gram: torch.Tensor, probabilities: torch.Tensor, tables: tuple[TableShape, ...]
+    embedding: torch.Tensor,
+    gram: torch.Tensor,
+    probabilities: torch.Tensor,
+    tables: tuple[TableShape, ...],
+    *,
+    workers: Workers = ALONE,
 ) -> Tensors:
     """Return the tables and maps of a plan's ranges, as the per-layer form names them.
 
@@ -62,17 +78,24 @@ def reduce_embedding(
     `range_errors`.
     """
     root = damped_root(gram, STATES)
+
+    def reduce_range(index: int, part: slice, rank: int) -> Tensors:
+        rows, reduced = embedding[part], dict[str, torch.Tensor]()
+        directions = principal_directions(_inside(rows, probabilities[part], root))[:, :rank]
+        factor = torch.linalg.solve_triangular(root.T, directions, upper=True).T
+        read, others, coefficients = spanning_columns(factor)
+        rows = times(rows, root @ directions @ factor[:, read])
+        reduced[_map(index)] = as_like(coefficients.T, embedding).contiguous()
+        reduced[_columns(index)] = torch.cat((read, others)).cpu()
+        return reduced | {_table(index): rows.contiguous()}
+
+    shapes = list(enumerate(zip(vocabulary_ranges(len(embedding)), tables, strict=True)))
+    smaller = [(index, part, table.rank) for index, (part, table) in shapes if table.rank < embedding.shape[1]]
+    jobs = [partial(reduce_range, *each) for each in smaller]
+    found = dict(zip((index for index, *_ in smaller), workers.share_all(jobs, [1.0] * len(jobs)), strict=True))
     reduced: Tensors = {}
-    for index, (part, table) in enumerate(zip(vocabulary_ranges(len(embedding)), tables, strict=True)):
-        rows = embedding[part]
-        if table.rank < embedding.shape[1]:
-            directions = principal_directions(_inside(rows, probabilities[part], root))[:, : table.rank]
-            factor = torch.linalg.solve_triangular(root.T, directions, upper=True).T
-            read, others, coefficients = spanning_columns(factor)
-            rows = times(rows, root @ directions @ factor[:, read])
-            reduced[_map(index)] = as_like(coefficients.T, embedding).contiguous()
-            reduced[_columns(index)] = torch.cat((read, others)).cpu()
-        reduced[_table(index)] = rows.contiguous()
+    for index, (part, _) in shapes:
+        reduced |= found.get(index) or {_table(index): embedding[part].contiguous()}
     return reduced
 
 

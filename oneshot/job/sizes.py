@@ -108,11 +108,13 @@ def _plan_by_profile(job: Job, journal: Journal, types: OriginalTypes | None) ->
     verdict = mixture_verdict(run.grid, measured)
     job.mixture = None if verdict is None else verdict_record(verdict)
     job.curve = share(0, lambda: predicted_curve(run.grid, run.method, target, sensitivity))
-    if plan.embedding and run.machine.workers.is_main:
+    if plan.embedding:
         run.tracker.step("reducing the embedding", brief=True)
-        device = run.machine.device
+        device, workers = run.machine.device, run.machine.workers
         evidence = measured.embedding_gram.to(device), measured.embedding_probabilities.to(device)
-        journal.save_tensors(EMBEDDING, reduce_embedding(run.model.read_embedding(), *evidence, plan.embedding))
+        reduced = reduce_embedding(run.model.read_embedding(), *evidence, plan.embedding, workers=workers)
+        if workers.is_main:
+            journal.save_tensors(EMBEDDING, reduced)
     release_heap()  # of the profile and of the planner's solver
 
 

@@ -18,7 +18,6 @@ from oneshot.text import Text
 
 PROBE_SHARES = (3 / 5, 2 / 5, 1 / 5)  # of its parameters: large steps cost more per parameter than small ones
 EMBEDDING_PROBES = 8  # sequences: few places lose almost everything that is lost
-EMBEDDING_TASK = 0  # of the worker that decomposes the embedding
 MIN_EMBEDDING_ERROR = 1e-4  # squared: below this the divergence is rounding noise
 
 
@@ -57,20 +56,20 @@ def profile_embedding(
     """
     # 1. What the output head reads, and how likely each token is.
     machine, workers, head = states.machine, states.machine.workers, states.builder.output_head()
-    gram, probabilities, last = _read_by_head(model, states, head)
+    gram, probabilities, last, part = _read_by_head(model, states, head)
     advance(1)
     # 2. What every rank of every range loses of the logits.
     embedding = model.read_embedding()
-    errors = workers.share(EMBEDDING_TASK, lambda: range_errors(embedding, gram, probabilities, whole))
+    errors = range_errors(embedding, gram, probabilities, whole, workers=workers)
     advance(1)
     # 3. A few sequences pass all layers again, with a reduced embedding.
     tables, lost = embedding_probe(errors, len(embedding))
-    total, count = torch.zeros(2, dtype=torch.float64, device=machine.device)
+    smaller = reduce_embedding(embedding, gram, probabilities, tables, workers=workers)
+    divergences = torch.zeros(EMBEDDING_PROBES, dtype=torch.float64, device=machine.device)
     if last:
-        smaller = reduce_embedding(embedding, gram, probabilities, tables)
         reduced = expanded(smaller, embedding.shape[1], machine.device)
         del smaller
-        [batch] = text.part(states.part).part(slice(len(last))).batches(len(last))
+        [batch] = text.part(part).batches(len(last))
         probes = states.builder.embed(reduced, batch)
         upload = Uploader(machine.device)
         for number, tensors in enumerate(layers()):
@@ -79,40 +78,42 @@ def profile_embedding(
                 probe.copy_(layer.run_all(probe))
             advance(1)
         other = replace(head, weight=reduced.to(head.weight))
-        total += sum(
-            float(other.divergence_from(head, state, probe).mean()) for state, probe in zip(last, probes, strict=True)
-        )
-        count += len(last)
+        for number, state, probe in zip(range(part.start, part.stop), last, probes, strict=True):
+            divergences[number] = other.divergence_from(head, state, probe).mean()
         advance(1)
     # 4. The divergence of the output per lost share.
-    workers.sum_(total, count)
-    sensitivity = torch.tensor([max(0.0, float(total / count)) / max(lost, MIN_EMBEDDING_ERROR)], dtype=torch.float64)
+    workers.sum_(divergences)  # zeros from all but the one whose probe it is
+    mean = sum(divergences.tolist()) / min(EMBEDDING_PROBES, text.num_sequences)
+    sensitivity = torch.tensor([max(0.0, mean) / max(lost, MIN_EMBEDDING_ERROR)], dtype=torch.float64)
     return _tensors(gram.cpu(), probabilities.cpu(), errors, sensitivity)
 
 
 def _read_by_head(
     model: Model, states: States, head: OutputHead
-) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor], slice]:
     """Return the mean `h hᵀ (D, D)` float64 over the stream, the tokens' probabilities, and the probes' last states.
 
-    Probabilities and probes are of the first sequences; the states are of this worker's part of them.
+    Probabilities and probes are of the first sequences, which the workers share out anew: theirs are those of the
+    first ones. The states are of this worker's part, the last one, of these sequences.
     """
-    machine = states.machine
+    machine, workers = states.machine, states.machine.workers
     accumulator = GramAccumulator(model.shape.hidden_size, output_size=None, device=machine.device)
-    last: list[torch.Tensor] = []
+    first: list[torch.Tensor] = []
     start = states.part.start
     states.advance = lambda tokens: None  # the layers were counted
     for x, _ in states.read():
         accumulator.update_(head.norm(x).flatten(0, -2))
-        last += list(x[: max(0, EMBEDDING_PROBES - start)].clone())
+        first += list(x[: max(0, EMBEDDING_PROBES - start)].clone())
         start += len(x)
-    gram = accumulator.finish(workers=machine.workers).gram.double() / states.num_tokens
+    gram = accumulator.finish(workers=workers).gram.double() / states.num_tokens
+    probed = workers.gather(tuple(first))
+    part = workers.part(len(probed))
+    last = list(probed[part])
     probabilities = torch.zeros(model.shape.vocab_size, dtype=torch.float64, device=machine.device)
     for state in last:
         probabilities += head.probabilities(state)
-    count = torch.tensor(len(last), device=machine.device)
-    machine.workers.sum_(probabilities, count)
-    return gram, as_float32(probabilities) / count, last
+    workers.sum_(probabilities)
+    return gram, as_float32(probabilities) / len(probed), last, part
 
 
 def embedding_probe(errors: torch.Tensor, vocab_size: int) -> tuple[tuple[TableShape, ...], float]:

@@ -75,8 +75,8 @@ class Calibration:
         outputs: the results' folders; text that an interrupted run of one of them saved is read again.
 
     Attributes:
-        written: the sequences that the model wrote in this process; None if it wrote none.
-        num_read: sequences of packed text that this process read, by source.
+        written: the sequences that the model wrote; None if it wrote none.
+        num_read: sequences of packed text, by source.
     """
 
     def __init__(
@@ -117,13 +117,26 @@ class Calibration:
             warn_if_long(self._options.sequence_length, complete.get("max_position_embeddings"), "the model")
 
     def read(self, machine: Machine, *, plans_by_profile: bool = False) -> Text:
-        """Return the text; raises `CalibrationError` if a source does not suit the family.
+        """Return the text in all processes; raises `CalibrationError` if a source does not suit the family.
 
         Args:
             machine: where the model writes text.
             plans_by_profile: whether the given profile is used, so that the text written for it need not be again.
         """
         self._profile = self._config.profile if plans_by_profile else None
+        options, seed = self._options, self._config.seed
+        given = machine.workers.share(0, self._given)
+        if isinstance(given, Text):
+            return given
+        parts = {
+            source: part if isinstance(part, Text) else self._write(part, machine) for source, part in given.items()
+        }
+        self.num_read, self.written = {source: part.num_sequences for source, part in parts.items()}, parts.get(SELF)
+        sources = split_sources(options.calibration)
+        return mix([*parts.values()], seed, options.calibration if len(parts) == len({*sources}) else sources[0])
+
+    def _given(self) -> Text | dict[str, Text | int]:
+        """Return the text, or of packed text the part of each source; of one to be written the number of sequences."""
         options, family, shape, seed = self._options, self._model.family, self._model.shape, self._config.seed
         self._tracker.step(f"reading the text {told_sources(options.calibration)}")
         sources = split_sources(options.calibration)
@@ -154,17 +167,18 @@ class Calibration:
             )
         if tokenizer is not None:
             bos_of(tokenizer, self._model.checkpoint.folder)  # it warns
-        counts, parts = shares(options.num_sequences, sources), dict[str, Text]()
+        counts, parts = shares(options.num_sequences, sources), dict[str, Text | int]()
         for source, count in counts.items():
             if source == BUILTIN and options != self._config.text:
-                count = parts[sources[0]].num_sequences * count // counts[sources[0]]
+                first = parts[sources[0]]
+                assert isinstance(first, Text)
+                count = first.num_sequences * count // counts[sources[0]]
             if count:
-                parts[source] = self._source(source, count, tokenizer, machine)
-        self.num_read = {source: part.num_sequences for source, part in parts.items()}
-        return mix([*parts.values()], seed, options.calibration if len(parts) == len(counts) else sources[0])
+                parts[source] = self._source(source, count, tokenizer)
+        return parts
 
-    def _source(self, source: str, num_sequences: int, tokenizer: Any, machine: Machine) -> Text:
-        """Return so many sequences of one source of packed text."""
+    def _source(self, source: str, num_sequences: int, tokenizer: Any) -> Text | int:
+        """Return so many sequences of one source of packed text, or their number if they are to be written."""
         length, seed = self._options.sequence_length, self._config.seed
         if has_tokens(source):
             return load_token_ids(
@@ -176,8 +190,7 @@ class Calibration:
             )
         if source != SELF:
             return load_text(source, tokenizer, num_sequences=num_sequences, sequence_length=length, seed=seed)
-        self.written = self._saved(num_sequences) or self._write(num_sequences, tokenizer, machine)
-        return self.written
+        return self._saved(num_sequences) or num_sequences
 
     def _fillings(self, tokenizer: Any) -> Fillings:
         """Return the tokens that may fill up rows without a mask; a model without a tokenizer states one at most."""
@@ -202,14 +215,14 @@ class Calibration:
                     return Text(token_ids, SELF)
         return None
 
-    def _write(self, num_sequences: int, tokenizer: Any, machine: Machine) -> Text:
-        """Let the model write the text."""
-        length = self._options.sequence_length
+    def _write(self, num_sequences: int, machine: Machine) -> Text:
+        """Let the model write the text, in all processes."""
+        length, folder = self._options.sequence_length, self._model.checkpoint.folder
         capacity = device_capacity(machine.device, self._config.machine.max_device_memory_bytes)
         progress = ProgressBar(self._tracker, total=num_sequences * length, stage="writing text")
         text = write_text(
-            self._model.checkpoint.folder,
-            tokenizer,
+            folder,
+            load_tokenizer(folder),
             num_sequences=num_sequences,
             sequence_length=length,
             seed=self._config.seed,
@@ -219,8 +232,10 @@ class Calibration:
             together=documents_together(self._model.shape, machine.dtype, capacity),
             advance=progress.advance,
             load=_load_whole,
+            workers=machine.workers,
         )
-        self._model.checkpoint.log_all()  # the text comes from all weights, which transformers has read
+        if machine.workers.is_main:
+            self._model.checkpoint.log_all()  # the text comes from all weights, which transformers has read
         return text
 
 

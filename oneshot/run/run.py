@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -203,8 +203,7 @@ class Run:
     def text(self) -> Text:
         """Return the calibration text, all of it in every process."""
         with self.warnings.shared():
-            read = partial(self._calibration.read, self.machine, plans_by_profile=self.plans_by_profile)
-            text = self.machine.workers.share(0, read)
+            text = self._calibration.read(self.machine, plans_by_profile=self.plans_by_profile)
             release_heap()  # of the tokeniser
             if self.fits_text:
                 self._calibration.warn_if_few(text.num_tokens)
@@ -219,7 +218,7 @@ class Run:
 
     @property
     def saved_text(self) -> dict[str, Any] | None:
-        """Return the text that the model wrote in this process as JSON values; None if it wrote none.
+        """Return the text that the model wrote as JSON values; None if it wrote none.
 
         A run that continues this one, or plans from its profile, reads it again.
         """

@@ -7,6 +7,7 @@ of many kinds of text on many topics, with a short document each.
 import itertools
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 
 from oneshot.architecture import ModelShape
 from oneshot.errors import CalibrationError, cause
+from oneshot.machine import ALONE, Workers
 from oneshot.text.chats import added_start
 from oneshot.text.growing_cache import growing_in_place
 from oneshot.text.packing import Text, cut_windows
@@ -99,29 +101,64 @@ def write_text(
     together: int = GENERATED_TOGETHER,
     advance: Callable[[float], None] = lambda tokens: None,
     load: Callable[..., Any] = load_safetensors,
+    workers: Workers = ALONE,
 ) -> Text:
     """Let the model continue `openings`, drawn from its own distribution (temperature 1).
 
     The documents are packed with their openings. The whole model is in memory meanwhile. The same seed, machine and
     thread count give the same text. `together`: documents at once. `advance` receives the number of tokens written.
-    `load(auto_class, folder, **options)`: reads the model.
+    `load(auto_class, folder, **options)`: reads the model. `workers`: all of them receive the text, and write parts of
+    it if the free memory holds the model once for each.
 
     Raises `CalibrationError` if the model does not fit into `max_memory_bytes` (None: the free memory), cannot be
     loaded, or its tokenizer does not accept English text.
     """
-    model = _load(folder, device=device, dtype=dtype, max_memory_bytes=max_memory_bytes, load=load)
-    longest = max(1, min(DOCUMENT_TOKENS, getattr(model.config, "max_position_embeddings", 2 * DOCUMENT_TOKENS) // 2))
-    beginnings = (_tokens(tokenizer, opening, folder)[:longest] for opening in openings(seed))
+    of_all = weight_bytes(folder) * workers.size
+    if workers.size > 1 and device.type == "cpu" and not workers.share(0, lambda: of_all <= free_bytes()):
+        writers = ALONE
+    else:
+        writers = workers
+
+    def written() -> list[int]:
+        model = _load(folder, device=device, dtype=dtype, max_memory_bytes=max_memory_bytes, load=load)
+        longest = getattr(model.config, "max_position_embeddings", 2 * DOCUMENT_TOKENS) // 2
+        groups = _groups(tokenizer, folder, seed, max(1, min(DOCUMENT_TOKENS, longest)), needed, together)
+        jobs = [partial(_continued, model, *group, lambda tokens: advance(tokens * writers.size)) for group in groups]
+        written = writers.share_all(jobs, [float(len(drawn_at)) for _, drawn_at in groups])
+        return [token for documents in written for document in documents for token in document][:needed]
+
     needed = num_sequences * sequence_length
-    token_ids: list[int] = []
-    every = levels(seed, longest)
-    while len(token_ids) < needed:
-        count = min(together, -(-(needed - len(token_ids)) // longest))
-        drawn_at = torch.stack(list(itertools.islice(every, count)))
-        for document in _continued(model, list(itertools.islice(beginnings, count)), drawn_at, advance):
-            token_ids += document
-    windows = cut_windows(token_ids[:needed], sequence_length, added_start(tokenizer))[:num_sequences]
+    token_ids = written() if writers is workers else workers.share(0, written)
+    windows = cut_windows(token_ids, sequence_length, added_start(tokenizer))[:num_sequences]
     return Text(torch.tensor(windows, dtype=torch.int64), SELF)
+
+
+def _groups(
+    tokenizer: Any, folder: Path, seed: int, longest: int, needed: int, together: int
+) -> list[tuple[list[list[int]], torch.Tensor]]:
+    """Return the documents that are written at once: their beginnings, and the levels that tokens are drawn by.
+
+    Together they have at least the `needed` tokens. `longest`: tokens that are written in each, and of a beginning.
+    """
+    beginnings = (_tokens(tokenizer, opening, folder)[:longest] for opening in openings(seed))
+    groups, num_tokens, every = list[tuple[list[list[int]], torch.Tensor]](), 0, levels(seed, longest)
+    while num_tokens < needed:
+        count = min(together, -(-(needed - num_tokens) // longest))
+        groups.append((list(itertools.islice(beginnings, count)), torch.stack(list(itertools.islice(every, count)))))
+        num_tokens += sum(len(beginning) + longest for beginning in groups[-1][0])
+    return groups
+
+
+def weight_bytes(folder: Path) -> int:
+    """Return the bytes of a checkpoint's weight files."""
+    return sum(path.stat().st_size for ending in ENDINGS for path in folder.glob(f"*.{ending}") if path.is_file())
+
+
+def free_bytes() -> int:
+    """Return the memory that this machine has free."""
+    import psutil
+
+    return int(psutil.virtual_memory().available)
 
 
 def document_bytes(shape: ModelShape, dtype: torch.dtype) -> float:
@@ -208,11 +245,9 @@ def _reached(
 def _load(
     folder: Path, *, device: torch.device, dtype: torch.dtype, max_memory_bytes: int | None, load: Callable[..., Any]
 ) -> Any:
-    import psutil
     from transformers import AutoModelForCausalLM, GenerationConfig
 
-    needed = sum(path.stat().st_size for ending in ENDINGS for path in folder.glob(f"*.{ending}") if path.is_file())
-    room = psutil.virtual_memory().available if max_memory_bytes is None else max_memory_bytes
+    needed, room = weight_bytes(folder), free_bytes() if max_memory_bytes is None else max_memory_bytes
     if needed > room and device.type == "cpu":
         raise CalibrationError(
             f"--calibration self holds the whole model, {needed / 2**30:.1f} GiB, where {room / 2**30:.1f} GiB is "

@@ -3,7 +3,8 @@
 A request has `folder`, `implementation` (auto, vllm or transformers), `dtype`, `prompts` (lists of token ids),
 `max_tokens` (for all or for each prompt), `max_length`, and perhaps other `options` of vLLM and the folder of an
 `adapter`. Its answer has, for every prompt, the log-probability of each of its tokens after the first, and the greedy
-continuation. A model that vLLM does not open has an error's text in their place.
+continuation; the first one of a request that keeps vLLM's statistics also the number of `accepted` drafts. A model that
+vLLM does not open has an error's text in their place.
 """
 
 import json
@@ -50,6 +51,9 @@ def answers_to(request: dict[str, Any]) -> list[dict[str, Any]]:
         answers.append(
             {"scores": [known[token].logprob for token, known in scored], "tokens": list(output.outputs[0].token_ids)}
         )
+    if not (options | request.get("options", {}))["disable_log_stats"]:
+        counted = {each.name: getattr(each, "value", None) for each in model.get_metrics()}
+        answers[0]["accepted"] = counted.get("vllm:spec_decode_num_accepted_tokens")
     return answers
 
 

@@ -70,6 +70,12 @@ SHARED: dict[str, tuple[int, list[str], dict[str, Any]]] = {
         ["--sparsity=0.15", "--form=per-layer", "--set=experts=effects"],
         CASES["lfm2_moe"].options,
     ),
+    # of 64 documents that are written at once, and some more
+    "text of its own": (
+        3,
+        ["--sparsity=0.2", "--calibration=self", "--num-sequences=160", "--sequence-length=128"],
+        {},
+    ),
     "inside heads": (3, ["--set=value_size=4", "--set=query_key_size=4", "--form=per-layer"], {}),
 }
 

@@ -37,9 +37,11 @@ def register() -> None:
     """Tell transformers the config and vLLM the architectures of the per-layer form; vLLM calls it in every process."""
     from transformers import AutoConfig
     from vllm import ModelRegistry
+    from vllm.config import SpeculativeConfig
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
     from oneshot_vllm.config import OneshotConfig
+    from oneshot_vllm.drafts import DRAFTS, draft_config
     from oneshot_vllm.refusals import LlamaRefusals, ResizedRefusals
 
     AutoConfig.register(OneshotConfig.model_type, OneshotConfig, exist_ok=True)
@@ -50,3 +52,6 @@ def register() -> None:
     for stock in RESIZED_MIXTURES:
         ModelRegistry.register_model(f"Oneshot{stock}", "oneshot_vllm.resized:OneshotResizedMoEForCausalLM")
     MODELS_CONFIG_MAP.update({f"Oneshot{stock}": ResizedRefusals for stock in (*RESIZED, *RESIZED_MIXTURES)})
+    for _, draft in DRAFTS.values():
+        ModelRegistry.register_model(draft, f"oneshot_vllm.further:{draft}")
+    SpeculativeConfig.hf_config_override = staticmethod(draft_config)  # a plugin has no other way in
