@@ -137,9 +137,13 @@ MIXTURES: dict[str, dict[str, Any]] = {
     },
 }
 MIXTURE_CARDS = {"Qwen3-30B-A3B": ("H100", "RTX 4090", "CPU"), "DeepSeek-V3": ("H100", "H200")}
-TIED = {"1.1B"}  # embedding and output head
+SMOLLM2 = "SmolLM2-135M"
+SMALL = {SMOLLM2: (576, 1536, 30, 9, 3, 49152)}
+TIED = {"1.1B", SMOLLM2}  # embedding and output head
 MEASURED = "H100"
 SHARED_BY = (1, 4, 8)  # processes, each with a card
+SHARED_ON_CPU = (1, 2, 4)  # processes of one thread
+RUNS_ON_CPU = dict.fromkeys((SMOLLM2, "7B"), ("per-layer", "per-layer, self"))
 SHARED_RUNS = {
     "70B": ("stock", "per-layer"),
     "Qwen3-235B-A22B": ("neurons", "neurons, per-layer"),
@@ -207,7 +211,7 @@ class Described(Checkpoint):
         from transformers import AutoConfig, AutoModelForCausalLM
 
         self.folder = Path(name)
-        sizes = MIXTURES.get(name) or dict(zip(NAMES, SIZES[name], strict=True))
+        sizes = MIXTURES.get(name) or dict(zip(NAMES, (SIZES | SMALL)[name], strict=True))
         self.config = SHARED | sizes | {"tie_word_embeddings": name in TIED}
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**self.config))
@@ -332,6 +336,10 @@ def main() -> int:
             for run in runs
             for count in SHARED_BY
         ]
+    for name, runs in RUNS_ON_CPU.items():
+        model = identify(Described(name))
+        counted = [(run, count) for run in runs for count in SHARED_ON_CPU]
+        rows += [estimate(name, model, CPU, run, processes=count) | {"processes": count} for run, count in counted]
     rows += [first_run(models[row["model"]], row) for row in read_rows("gpu") if row["section"] == FIRST_RUN]
     (RESULTS / "gpu_estimate.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return 0

@@ -18,7 +18,13 @@ from tables.first_run import (
     quick_start_time,
     seconds_of,
 )
-from tables.gpu import gpu_memory_table, gpu_times_table, mixture_estimates_table, shared_estimates_table
+from tables.gpu import (
+    gpu_memory_table,
+    gpu_times_table,
+    mixture_estimates_table,
+    process_estimates_table,
+    shared_estimates_table,
+)
 from tables.gpu_measured import (
     gpu_runs_table,
 )
@@ -48,7 +54,7 @@ from tables.prose import (
 )
 from tables.quality import parts_table, quality_table, tokens_table
 from tables.quantise import quantise_table
-from tables.runs import memory_table, overhead_table
+from tables.runs import memory_table, overhead_table, processes_counted_table
 from tables.serve_speed import serve_speed_table
 from tables.speed import every_speed_table
 from tables.tasks import acceptance_table, written_table
@@ -69,6 +75,7 @@ DOCUMENTS = (
     ROOT / "docs" / "gpu.md",
     ROOT / "docs" / "guides" / "heal.md",
     ROOT / "docs" / "guides" / "mixtures.md",
+    ROOT / "docs" / "guides" / "processes.md",
     ROOT / "docs" / "guides" / "text.md",
     ROOT / "docs" / "llama-cpp.md",
     ROOT / "docs" / "quick-start.md",
@@ -111,6 +118,8 @@ TABLES = {
     "mixture_estimates": (mixture_estimates_table, "gpu_estimate"),
     "shared_estimates": (shared_estimates_table, "gpu_estimate"),
     "quantise": (quantise_table, "quantise"),
+    "processes_counted": (processes_counted_table, "processes_counted"),
+    "process_estimates": (process_estimates_table, "gpu_estimate"),
 }
 
 # numbers inside sentences

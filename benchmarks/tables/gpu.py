@@ -84,7 +84,7 @@ def mixture_estimates_table() -> str:
 
 def shared_estimates_table() -> str:
     """Seconds of large models by the number of GPUs, and what each of them and the host need."""
-    rows = [row for row in read_rows("gpu_estimate") if "processes" in row]
+    rows = [row for row in read_rows("gpu_estimate") if "processes" in row and row["card"] != "CPU"]
     found = {(row["model"], row["run"], row["processes"]): row for row in rows}
     counts = sorted({row["processes"] for row in rows})
     lines = []
@@ -103,3 +103,31 @@ def shared_estimates_table() -> str:
         f"Predicted, not measured: H100, {' or '.join(f'{count:,}' for count in tokens)} tokens, `--sparsity 0.2`, "
         "bfloat16, the sizes of the models' own config.json.",
     )
+
+
+STAGES = {"prepare": "text", "curvature": "curvature", "profile": "profile", "layers": "layers"}
+
+
+def process_estimates_table() -> str:
+    """How many times as fast more processes are by the prediction, by stage."""
+    rows = [row for row in read_rows("gpu_estimate") if "processes" in row and row["card"] == "CPU"]
+    found = {(row["model"], row["run"], row["processes"]): row for row in rows}
+    counts = sorted({row["processes"] for row in rows})
+    lines = []
+    for model, run in dict.fromkeys((row["model"], row["run"]) for row in rows):
+        alone = found[model, run, 1]
+        for count in counts:
+            of = found[model, run, count]
+            gains = [_gain(sum(alone["phases"][stage].values()), sum(of["phases"][stage].values())) for stage in STAGES]
+            lines.append([model, run, str(count), *gains, _gain(alone["total"], of["total"])])
+    tokens = sorted({row["tokens"] for row in rows})
+    return markdown(
+        ["model", "run", "processes", *STAGES.values(), "all"],
+        lines,
+        f"Predicted: how many times as fast as one process; {' or '.join(f'{count:,}' for count in tokens)} tokens, "
+        "`--sparsity 0.2`. “self”: half of the text is written by the model, which is counted under text.",
+    )
+
+
+def _gain(alone: float, shared: float) -> str:
+    return f"{alone / shared:.2f}"

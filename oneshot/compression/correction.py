@@ -9,6 +9,8 @@ from oneshot_kernels import columns_without
 from oneshot.compression.statistics import Statistics, towards_diagonal
 from oneshot.linalg.interpolative import interpolate
 from oneshot.linalg.psd import RidgeFactor
+from oneshot.machine import ALONE, Workers
+from oneshot.machine.sharing import Loads
 from oneshot.method import Correction
 
 ENERGY_PANEL = 512
@@ -61,6 +63,7 @@ def correct(
     residual_weight: float = 1.0,
     root: torch.Tensor | None = None,
     reported: bool = True,
+    judged: bool = True,
     shrinkage: float = 0.0,
 ) -> Factors:
     """Return the linear over the kept columns, `y ≈ A[:, kept_columns] weight'ᵀ`.
@@ -74,14 +77,14 @@ def correct(
             `W' = W Pᵀ` with the ridged interpolation matrix. `two-stream` has the target `A Wᵀ + ρ (Y − A Wᵀ)`, `Y` the
             dense stream's next hidden state less this stream's residual, `ρ = residual_weight`.
         root: `L_Gᵀ (d, d)` of a metric in which the error is predicted; None for squares. Without a residual.
-        reported: whether the condition number is estimated.
+        reported: whether the condition number is estimated. judged: whether the error is predicted.
         shrinkage: share `s`, 0 to 1, of what different columns have in common that is taken for chance: least squares
             have `(1 − s) AᵀA + s diag(AᵀA)` and `(1 − s) Aᵀ(Y − A Wᵀ)`. It adds `s ‖a_j‖² / (1 − s)` to the ridge of
             each column; with 1 nothing is corrected.
     """
     if correction == "none" or (len(kept_columns) == weight.shape[1] and correction != "two-stream"):
         corrected = weight[:, kept_columns].double()
-        return _with_error(Factors(kept_columns, corrected), weight.double(), statistics, root)
+        return with_error(Factors(kept_columns, corrected), weight.double(), statistics if judged else None, root)
     if statistics is None:
         raise ValueError(f"the correction {correction!r} needs statistics")
     if correction == "bias":
@@ -89,7 +92,7 @@ def correct(
         means[kept_columns] = 0
         corrected = weight[:, kept_columns].double()
         corrected[:, -1] += weight.double() @ means
-        return _with_error(Factors(kept_columns, corrected), weight.double(), statistics, root)
+        return with_error(Factors(kept_columns, corrected), weight.double(), statistics if judged else None, root)
     if correction != "same-layer" and correction != "two-stream":
         assert_never(correction)
     residual = statistics.residual if correction == "two-stream" else None
@@ -107,7 +110,7 @@ def correct(
     if step is not None:
         corrected += residual_weight * (1 - shrinkage) * step.T
     solved = Factors(kept_columns, corrected, None, condition_number, max_interpolation, fallback, damping)
-    return _with_error(solved, dense, statistics, root)
+    return with_error(solved, dense, statistics if judged else None, root)
 
 
 def best_damping(
@@ -186,14 +189,22 @@ def _apart(statistics: Statistics) -> tuple[Statistics, Statistics]:
     return fitted, held_out
 
 
-def _with_error(
-    factors: Factors, weight: torch.Tensor, statistics: Statistics | None, root: torch.Tensor | None = None
+def with_error(
+    factors: Factors,
+    weight: torch.Tensor,
+    statistics: Statistics | None,
+    root: torch.Tensor | None = None,
+    *,
+    workers: Workers = ALONE,
 ) -> Factors:
-    """Return factors with the error that statistics predict, if there are any; `root` as in `correct`."""
+    """Return factors with the error that statistics predict, if there are any; `root` as in `correct`.
+
+    `workers`: who share the sums; all of them call this with the same factors.
+    """
     if statistics is None:
         return factors
     seen = (weight, factors.weight) if root is None else (root @ weight, root @ factors.weight)
-    energies = predicted_energies(*seen, factors.kept_columns, statistics)
+    energies = predicted_energies(*seen, factors.kept_columns, statistics, workers)
     return replace(factors, predicted_error=relative(*energies), energies=torch.stack(energies))
 
 
@@ -210,11 +221,15 @@ def relative(error: torch.Tensor, energy: torch.Tensor) -> float:
 
 
 def predicted_energies(
-    weight: torch.Tensor, corrected: torch.Tensor, kept_columns: torch.Tensor, statistics: Statistics
+    weight: torch.Tensor,
+    corrected: torch.Tensor,
+    kept_columns: torch.Tensor,
+    statistics: Statistics,
+    workers: Workers = ALONE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `‖Y − A[:, kept_columns] W'ᵀ‖²` and `‖Y‖²`, as `predicted_error` compares them."""
     return energies_of(
-        weight, corrected, kept_columns, statistics.gram, statistics.residual, statistics.residual_energy
+        weight, corrected, kept_columns, statistics.gram, statistics.residual, statistics.residual_energy, workers
     )
 
 
@@ -225,6 +240,7 @@ def energies_of(
     gram: torch.Tensor,
     residual: torch.Tensor | None,
     residual_energy: torch.Tensor,
+    workers: Workers = ALONE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what `predicted_energies` returns, `(…)`, of one linear or of several.
 
@@ -233,7 +249,7 @@ def energies_of(
         gram, residual, residual_energy: `(…, n, n)`, `(…, n, d)` and `(…)`, as in `Statistics`.
     """
     missed = _missed(weight, corrected, kept_columns)
-    error, energy = _energy(gram, missed.mT), _energy(gram, weight.mT)
+    error, energy = _energy(gram, missed.mT, workers), _energy(gram, weight.mT, workers)
     if residual is not None:
         residual = residual.double()
         error += 2 * (missed.mT * residual).sum((-2, -1)) + residual_energy
@@ -248,15 +264,21 @@ def _missed(weight: torch.Tensor, corrected: torch.Tensor, kept_columns: torch.T
     return missed.scatter_(-1, columns, missed.gather(-1, columns).sub_(corrected))
 
 
-def _energy(gram: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+def _energy(gram: torch.Tensor, columns: torch.Tensor, workers: Workers = ALONE) -> torch.Tensor:
     """Return `tr(Cᵀ G C) = ‖A C‖²` of `C (…, n, d)`, by panels of the rows of the symmetric `G`, from the diagonal on.
 
-    It is only reported, or compared with what is far above rounding. So products are float32; sums are not.
+    It is only reported, or compared with what is far above rounding. So products are float32; sums are not. The
+    `workers` share the panels.
     """
-    columns, energies = columns.to(gram.dtype), []
-    for start in range(0, gram.shape[-1], ENERGY_PANEL):
+    columns, starts = columns.to(gram.dtype), range(0, gram.shape[-1], ENERGY_PANEL)
+    energies = torch.zeros(len(starts), *columns.shape[:-2], dtype=torch.float64, device=gram.device)
+    owners = Loads(workers.size).share_out([float(gram.shape[-1] - start) for start in starts])
+    for number, start in enumerate(starts):
+        if owners[number] != workers.rank:
+            continue
         part, behind = columns[..., start : start + ENERGY_PANEL, :], columns[..., start + ENERGY_PANEL :, :]
         own, beside = gram[..., start : start + ENERGY_PANEL, start:].split([part.shape[-2], behind.shape[-2]], -1)
         product = own @ part if not behind.shape[-2] else (own @ part).add_(beside @ behind, alpha=2)
-        energies.append((part * product).sum((-2, -1), dtype=torch.float64))
-    return torch.stack(energies).sum(0)
+        energies[number] = (part * product).sum((-2, -1), dtype=torch.float64)
+    workers.sum_(energies)  # zeros from all but the owner
+    return energies.sum(0)

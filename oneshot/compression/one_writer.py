@@ -8,8 +8,15 @@ from functools import partial
 import torch
 
 from oneshot.architecture import Attention
-from oneshot.compression.branch_norm import BranchNorm, seen_writer
-from oneshot.compression.correction import Factors, best_damping, best_shrinkage, correct, predicted_error
+from oneshot.compression.branch_norm import BranchNorm, seen_writer, unseen
+from oneshot.compression.correction import (
+    Factors,
+    best_damping,
+    best_shrinkage,
+    correct,
+    predicted_error,
+    with_error,
+)
 from oneshot.compression.fold import augmented_weight, fold_sublayer
 from oneshot.compression.inner_heads import value_subspaces
 from oneshot.compression.ranks import RankAccumulator, with_ranks
@@ -144,7 +151,13 @@ class OneWriterTask(SublayerTask, ABC):
     def solve(
         self, tensors: Tensors, statistics: Statistics | None
     ) -> tuple[torch.Tensor, Factors, torch.Tensor | None]:
-        return self.shared(partial(self.solve_alone, tensors, statistics))
+        if statistics is None or self.smaller_values is not None:
+            return self.shared(partial(self.solve_alone, tensors, statistics))
+        # one worker chooses and corrects, and all of them sum the error
+        weight, branch_norm = seen_writer(self.sublayer, tensors, self.machine.device)
+        units, factors = self.shared(partial(self._solve_seen, tensors, statistics, weight, branch_norm, judged=False))
+        factors = with_error(factors, weight.double(), statistics, workers=self.machine.workers)
+        return units, unseen(factors, branch_norm), None
 
     def solve_alone(
         self, tensors: Tensors, statistics: Statistics | None
@@ -152,25 +165,40 @@ class OneWriterTask(SublayerTask, ABC):
         """Return what `solve` does, in this process alone."""
         # 1. The writer with its bias, as the norm after it lets the stream see it.
         weight, branch_norm = seen_writer(self.sublayer, tensors, self.machine.device)
-        # 2. The heads or neurons that stay.
+        # 2. What stays, and least squares over its columns.
+        units, factors = self._solve_seen(tensors, statistics, weight, branch_norm)
+        factors = unseen(factors, branch_norm)
+        # 3. Values in fewer coordinates.
+        if self.smaller_values is None:
+            return units, factors, None
+        assert statistics is not None
+        columns = self.columns_of(units)
+        return units, *self._reduce_values(weight, units, columns, factors, statistics, self.smaller_values)
+
+    def _solve_seen(
+        self,
+        tensors: Tensors,
+        statistics: Statistics | None,
+        weight: torch.Tensor,
+        branch_norm: BranchNorm | None,
+        *,
+        judged: bool = True,
+    ) -> tuple[torch.Tensor, Factors]:
+        """Return the units that stay and the corrected writer, both of them as the norm after it lets the stream see.
+
+        `weight`: the writer so. `judged`: whether the error is predicted.
+        """
         units = torch.arange(self.dense_units, device=self.machine.device)
         if self.is_reduced and self.shared_heads is not None:
             units = self.shared_heads
         elif self.is_reduced:
             units = self.choose(self._evidence(tensors, weight, statistics, branch_norm))
-        columns = self.columns_of(units)
-        # 3. Least squares over their columns.
-        factors = self.correct(weight, columns, statistics)
-        if branch_norm is not None:
-            factors = replace(factors, weight=branch_norm.unseen(factors.weight))
-        # 4. Values in fewer coordinates.
-        if self.smaller_values is None:
-            return units, factors, None
-        assert statistics is not None
-        return units, *self._reduce_values(weight, units, columns, factors, statistics, self.smaller_values)
+        return units, self.correct(weight, self.columns_of(units), statistics, judged=judged)
 
-    def correct(self, weight: torch.Tensor, columns: torch.Tensor, statistics: Statistics | None) -> Factors:
-        """Correct the writer over the kept columns; its bias is a last column that stays."""
+    def correct(
+        self, weight: torch.Tensor, columns: torch.Tensor, statistics: Statistics | None, *, judged: bool = True
+    ) -> Factors:
+        """Correct the writer over the kept columns; its bias is a last column that stays. `judged` as there."""
         has_bias = weight.shape[1] > self.num_columns
         if has_bias:
             columns = torch.cat((columns, columns.new_tensor([weight.shape[1] - 1])))
@@ -195,6 +223,7 @@ class OneWriterTask(SublayerTask, ABC):
             damping=damping,
             residual_weight=share,
             shrinkage=shrinkage,
+            judged=judged,
         )
 
     def fold(self, tensors: Tensors, factors: Factors) -> Tensors:

@@ -14,7 +14,7 @@ from oneshot.machine import Machine
 from oneshot.machine.memory import device_capacity, pinned_bytes
 from oneshot.method import Method
 from oneshot.planning import Grid, HiddenPlan, Plan
-from oneshot.profiling.curvature import curvature_tokens, measured_sizes
+from oneshot.profiling.curvature import curvature_tokens, measured_sizes, sequences_of_batch
 from oneshot.profiling.profiler import STATISTICS_SEQUENCES
 from oneshot.schedule import Schedule
 from oneshot.stream import holds_scores
@@ -146,14 +146,24 @@ class Work:
         return tuple(measured_sizes(self.grid.family, self.shape, self.grid.family.stack).values())
 
     @property
+    def curvature_sequences(self) -> int:
+        """Return the sequences that output curvature is measured on."""
+        sequences = math.ceil(curvature_tokens(self.num_tokens) / self.text.sequence_length)
+        return min(sequences, self.text.num_sequences)
+
+    @property
+    def curvature_batches(self) -> int:
+        """Return the batches that they pass in."""
+        sequences, is_mixture = self.curvature_sequences, self.shape.experts is not None
+        return math.ceil(sequences / sequences_of_batch(sequences, self.machine.batch_size, mixture=is_mixture))
+
+    @property
     def curvature_store_bytes(self) -> tuple[int, ...]:
         """Return the bytes of each activation store while output curvature is measured.
 
         Beside the states there are lent keys and values, and the gradients at them.
         """
-        length = self.text.sequence_length
-        sequences = min(math.ceil(curvature_tokens(self.num_tokens) / length), self.text.num_sequences)
-        number = self.dtype.itemsize * length * sequences
+        number = self.dtype.itemsize * self.text.sequence_length * self.curvature_sequences
         lent = (self.shape.lent * number,) * 2 if self.shape.lent else ()
         return (self.shape.hidden_size * number,) * (self.shape.num_hidden_layers + 1) + lent
 

@@ -26,6 +26,7 @@ from oneshot.text import Batch, Text, placed
 
 CURVATURE_TOKENS = 16_384  # at most, and at most a quarter of the text, if this leaves the fewest
 FEWEST_TOKENS = 2_048
+BATCHES = 8  # at least, where there are as many sequences
 Norms = list[BranchNorm | MixtureNorms | None]  # of a layer, by sublayer: what follows their writers
 # of a layer: its number, sums of the part of the text, what finds an overflow
 OfLayer = tuple[int, dict[str, GramAccumulator], Callable[[], int]]
@@ -51,7 +52,8 @@ def measure_curvature(
     Raises `CheckpointError` if gradients are not finite; it names the layer where states overflow.
     """
     text = text.first(curvature_tokens(text.num_tokens))
-    batches = text.batches(machine.batch_size)
+    together = sequences_of_batch(text.num_sequences, machine.batch_size, mixture=model.shape.experts is not None)
+    batches = text.batches(together)
     part = machine.workers.part(len(batches))
     first, own = sum(len(batch.token_ids) for batch in batches[: part.start]), placed(batches[part])
     curvature = Curvature(Path(tempfile.mkdtemp(prefix="curvature-", dir=machine.scratch)))
@@ -68,6 +70,14 @@ def measure_curvature(
                 with naming_the_layer(layer, partial(model.read_layer, layer)):
                     raise
     return curvature
+
+
+def sequences_of_batch(num_sequences: int, batch_size: int, *, mixture: bool) -> int:
+    """Return how many sequences pass together: few enough for `BATCHES` batches, which processes can share.
+
+    Experts take as long for few tokens as for many, so a mixture's batches are as large as `batch_size` allows.
+    """
+    return batch_size if mixture else max(1, min(batch_size, num_sequences // BATCHES))
 
 
 def curvature_tokens(num_tokens: int) -> int:

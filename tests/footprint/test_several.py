@@ -7,7 +7,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from gpu_estimate import BATCHES, CARDS, MEASURED, MIXTURE_RUNS, RUNS, Described, described_work
+from gpu_estimate import BATCHES, CARDS, CPU_RATES, MEASURED, MIXTURE_RUNS, RUNS, Described, described_work
 
 from oneshot.checkpoint import identify
 from oneshot.footprint.seconds import predicted_phases
@@ -46,7 +46,19 @@ def test_an_ffn_of_a_profile_is_one_task_and_those_of_layers_wait(dense: dict[in
     assert (ffn + ranks) / 4 <= four <= 4 / 3 * max(ffn, (ffn + ranks) / 4)
     for phase in OF_NEURONS:
         assert dense[64]["layers"][phase] == dense[1]["layers"][phase]
-    assert dense[4]["layers"]["ranks"] == pytest.approx(dense[1]["layers"]["ranks"] / 4)
+    assert dense[4]["layers"]["ranks"] == pytest.approx(dense[1]["layers"]["ranks"] / 2), "two of a sublayer at a time"
+    # 8 batches
+    assert dense[64]["curvature"]["forward"] == pytest.approx(dense[1]["curvature"]["forward"] / 8)
+
+
+def test_text_that_the_model_writes_is_divided_by_what_is_written_at_once() -> None:
+    """Of 128 sequences of 2,048 tokens half are written: 512 documents, of which a CPU writes 64 at once."""
+    model = identify(Described("7B"))
+    alone, several = (
+        predicted_phases(described_work(model, None, RUNS["per-layer, self"], processes=count)[1], CPU_RATES)
+        for count in (1, 4)
+    )
+    assert several["prepare"]["own text"] == pytest.approx(alone["prepare"]["own text"] / 4)
 
 
 def test_experts_are_divided() -> None:
