@@ -105,7 +105,7 @@ def shared_estimates_table() -> str:
     )
 
 
-STAGES = {"prepare": "text", "curvature": "curvature", "profile": "profile", "layers": "layers"}
+STAGES = ("prepare", "curvature", "profile", "layers")
 
 
 def process_estimates_table() -> str:
@@ -116,16 +116,16 @@ def process_estimates_table() -> str:
     lines = []
     for model, run in dict.fromkeys((row["model"], row["run"]) for row in rows):
         alone = found[model, run, 1]
-        for count in counts:
+        for count in counts[1:]:
             of = found[model, run, count]
             gains = [_gain(sum(alone["phases"][stage].values()), sum(of["phases"][stage].values())) for stage in STAGES]
             lines.append([model, run, str(count), *gains, _gain(alone["total"], of["total"])])
     tokens = sorted({row["tokens"] for row in rows})
     return markdown(
-        ["model", "run", "processes", *STAGES.values(), "all"],
+        ["model", "run", "processes", *STAGES, "all"],
         lines,
         f"Predicted: how many times as fast as one process; {' or '.join(f'{count:,}' for count in tokens)} tokens, "
-        "`--sparsity 0.2`. “self”: half of the text is written by the model, which is counted under text.",
+        "`--sparsity 0.2`. “self”: half of the text is written by the model, while it prepares.",
     )
 
 

@@ -25,6 +25,7 @@ FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantize
 PACKED, SCALE, ZERO, SHAPE = "weight_packed", "weight_scale", "weight_zero_point", "weight_shape"
 ROLES = (PACKED, "weight", SCALE, ZERO, SHAPE, "weight_global_scale")  # the weight's own numbers first
 ORDER = "weight_g_idx"
+ROUNDED = ("I8", "F8_E4M3")  # of weights that are not packed
 # of activations, of keys and values
 UNUSED = tuple(
     f".{name}_{kind}" for name in ("input", "output", "k", "v", "q") for kind in ("scale", "zero_point", "global_scale")
@@ -43,6 +44,11 @@ def compressed_weights(
     modules = {name.rpartition(".")[0] for name in shapes if name.endswith(f".{SCALE}")}
     if not modules:
         return NOT_QUANTISED
+    for name in sorted(shapes):
+        module, _, role = name.rpartition(".")
+        is_rounded = role == PACKED or (role == "weight" and dtypes.get(name) in ROUNDED)
+        if is_rounded and module not in modules:
+            raise CheckpointError(f"{module}.{SCALE} is missing; give a complete checkpoint.")
     scheme_of = _schemes(stated)
     dtype = stated_dtype(config)
     found, kinds = {}, set()

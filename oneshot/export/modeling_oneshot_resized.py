@@ -98,7 +98,8 @@ def refuse_engine(config: Any) -> None:
     if mixtures and config._attn_implementation == "vllm" and not has_own_widths:
         raise ValueError(
             "vLLM's Transformers backend has experts of one width in all layers; install the plugin oneshot-vllm of "
-            "oneshot's repository, open this folder with transformers, or compress with --form stock."
+            "oneshot's repository, which has some families of mixtures, open this folder with transformers, or "
+            "compress with --form stock."
         )
 
 

@@ -237,6 +237,7 @@ def test_packed_weights_are_compressed(own_checkpoint: MakeCheckpoint, make_conf
         "scale": r"weight_scale has shape \(64, 1\), which does not fit group scales of 64 × 32 weights",
         "shape": r"weight_shape states \[64, 31\] where \[64, 32\] are stored",
         "no shape": "weight_shape is missing",
+        "no scale": r"up_proj\.weight_scale is missing",
         "order": "weight_g_idx states an order of its inputs",
         "zero point": r"weight_zero_point has shape None where \(\d, \d\) is expected",
         "transform": "have a transform_config, which is not read",
@@ -256,6 +257,8 @@ def test_other_compressed_tensors_are_refused(change: str, cause: str, own_check
         stored[f"{module}.weight_shape"] = torch.tensor([64, 31])
     elif change == "no shape":
         del stored[f"{module}.weight_shape"]
+    elif change == "no scale":
+        del stored[f"{module}.weight_scale"]
     elif change == "order":
         stored[f"{module}.weight_g_idx"] = torch.zeros(32, dtype=torch.int32)
     elif change == "zero point":
