@@ -15,6 +15,8 @@ from oneshot.linalg.sums import add_grams_, add_products_, as_float32, finished_
 from oneshot.machine import ALONE, Workers
 from oneshot.stream import Routing
 
+SUMMED_TOGETHER = 8  # Grams of experts, over processes
+
 
 @dataclass(frozen=True)
 class ExpertStatistics:
@@ -112,7 +114,8 @@ class ExpertAccumulator:
 
         Raises `CheckpointError` if the activations were not finite.
         """
-        workers.sum_(self._grams, self._energies, self._counts)
+        workers.sum_grams_(*self._grams.split(SUMMED_TOGETHER))
+        workers.sum_(self._energies, self._counts)
         grams = torch.empty_like(self._grams, dtype=torch.float32)
         for own, total in zip(grams, self._grams, strict=True):
             own.copy_(finished_gram(total))

@@ -91,7 +91,8 @@ class GramAccumulator:
         had one.
         """
         num_rows, num_targets = workers.sum_counts(self._gram.device, self._num_rows, self._num_targets)
-        workers.sum_(self._gram, self._energy, *([] if self._residual is None else [self._residual]))
+        workers.sum_grams_(self._gram)
+        workers.sum_(self._energy, *([] if self._residual is None else [self._residual]))
         gram = finished_gram(self._gram)
         del self._gram
         if self._residual is None:

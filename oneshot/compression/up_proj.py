@@ -128,7 +128,8 @@ def up_proj_step(
         add_product_(gradient, (lost @ down_proj).mul_(gates), inputs)
         add_gram_(gates_sum, gates)
         add_gram_(inputs_sum, inputs)
-    workers.sum_(gradient, gates_sum, inputs_sum)
+    workers.sum_(gradient)
+    workers.sum_grams_(gates_sum, inputs_sum)
     gates_gram, inputs_gram = finished_gram(gates_sum), finished_gram(inputs_sum)
     del gates_sum, inputs_sum
     # 2. The factors of the preconditioner.

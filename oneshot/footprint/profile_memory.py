@@ -104,7 +104,8 @@ def curvature_stages(work: Work) -> list[Stage]:
     """Return the stages; the states before every layer are stored meanwhile."""
     shape, stores = work.shape, work.curvature_store_bytes
     layer = (*terms.layer(work), terms.layer_copy(work))
-    batch = terms.activations(work, shape.intermediate_size)
+    tokens = work.curvature_together * work.text.sequence_length
+    batch = terms.activations(work, shape.intermediate_size, tokens=tokens)
     again = Term((not work.on_cuda) * work.layer_bytes)  # tensors that a graph may hold
     summed = [term for size in work.curvature_sizes for term in terms.sums(work, size, residual=False)]
     head = (*terms.read(work.outside_bytes), terms.output_head(work), *terms.predictions(work))
@@ -119,7 +120,7 @@ def _graph(work: Work) -> Term:
     """Return what the sequences that pass a layer with a graph together need."""
     shape, length = work.shape, work.text.sequence_length
     together = sequences_together(
-        work.batch_tokens // length, length, shape.num_attention_heads, work.device, work.holds_scores
+        work.curvature_together, length, shape.num_attention_heads, work.device, work.holds_scores
     )
     tokens = together * length
     floats = FLOATS_OF_HIDDEN + work.grid.family.stack.norms_inside * FLOATS_OF_NORMS_INSIDE

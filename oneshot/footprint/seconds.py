@@ -89,15 +89,15 @@ def _phases_alone(work: Work, rates: Rates, store: Store) -> dict[str, Seconds]:
 
 
 def _summed(work: Work) -> dict[str, float]:
-    """Return how many numbers the processes of a run add up for a layer, by stage."""
+    """Return how many numbers the processes of a run add up for a layer, by stage; of Grams about half."""
     shape = work.shape
     neurons = shape.ffns_per_layer * shape.intermediate_size
     columns = work.heads_width**2 + 2 * shape.hidden_size**2
     targets = work.schedule.dense_share * neurons * shape.hidden_size
     return {
-        "curvature": float(sum(size**2 for size in work.curvature_sizes)),
-        "profile": float(neurons * shape.intermediate_size + columns),
-        "layers": neurons * shape.intermediate_size + targets + columns * work.method.plans_ranks,
+        "curvature": sum(size**2 for size in work.curvature_sizes) / 2,
+        "profile": (neurons * shape.intermediate_size + columns) / 2,
+        "layers": (neurons * shape.intermediate_size + columns * work.method.plans_ranks) / 2 + targets,
     }
 
 

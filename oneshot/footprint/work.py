@@ -154,8 +154,13 @@ class Work:
     @property
     def curvature_batches(self) -> int:
         """Return the batches that they pass in."""
+        return math.ceil(self.curvature_sequences / self.curvature_together)
+
+    @property
+    def curvature_together(self) -> int:
+        """Return how many of them are in a batch at most."""
         sequences, is_mixture = self.curvature_sequences, self.shape.experts is not None
-        return math.ceil(sequences / sequences_of_batch(sequences, self.machine.batch_size, mixture=is_mixture))
+        return min(sequences, sequences_of_batch(sequences, self.machine.batch_size, mixture=is_mixture))
 
     @property
     def curvature_store_bytes(self) -> tuple[int, ...]:

@@ -1,9 +1,12 @@
 """Tasks that processes share out by their cost: against the best of all ways to share them out."""
 
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from worker_threads import Group, ThreadWorkers
 
 from oneshot.machine import Workers
 from oneshot.machine.sharing import Loads
@@ -49,3 +52,15 @@ def test_one_process_computes_one_job_after_the_other() -> None:
     found = Workers().share_all(jobs, [1.0, 2.0, 3.0])
     assert (next(found), done) == (0, [0])
     assert [*found] == [1, 2]
+
+
+def test_of_grams_what_is_on_and_above_the_diagonal_is_summed() -> None:
+    """What is below differs between processes, because nobody reads it."""
+    parts, group = [torch.randn(2, 700, 700, dtype=torch.float64) for _ in range(3)], Group(3)
+    own = [part.clone() for part in parts]
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(lambda rank: ThreadWorkers(rank, 3, rank, group).sum_grams_(own[rank]), range(3)))
+    for part, summed in zip(parts, own, strict=True):
+        assert torch.equal(summed.triu(), (parts[0] + parts[1] + parts[2]).triu())
+        below = torch.block_diag(torch.ones(512, 512), torch.ones(188, 188)).logical_not().tril()
+        assert torch.equal(summed[:, below], part[:, below])
