@@ -54,7 +54,7 @@ from tables.prose import (
 )
 from tables.quality import parts_table, quality_table, tokens_table
 from tables.quantise import quantise_table
-from tables.runs import memory_table, overhead_table
+from tables.runs import memory_table, overhead_table, processes_counted_table
 from tables.serve_speed import serve_speed_table
 from tables.speed import every_speed_table
 from tables.tasks import acceptance_table, written_table
@@ -118,6 +118,7 @@ TABLES = {
     "mixture_estimates": (mixture_estimates_table, "gpu_estimate"),
     "shared_estimates": (shared_estimates_table, "gpu_estimate"),
     "quantise": (quantise_table, "quantise"),
+    "processes_counted": (processes_counted_table, "processes_counted"),
     "process_estimates": (process_estimates_table, "gpu_estimate"),
 }
 

@@ -2,7 +2,7 @@
 
 from statistics import fmean
 
-from harness import Row, key_of, latest, read_rows
+from harness import Row, latest, read_rows
 
 from tables.cells import markdown, origin
 
@@ -82,30 +82,24 @@ def memory_table() -> str:
 
 
 def processes_counted_table() -> str:
-    """CPU seconds of the process that all others wait for, by stage and by the number of processes."""
-    settings = ("layers", "form", "num_tokens", "own_text")
-    rows = latest(read_rows("processes_counted"), *settings, "processes")
-    alone = {key_of(row, *settings): row for row in rows if row["processes"] == 1}
+    """CPU seconds of the process that all others wait for, by stage, beside those of all processes together."""
+    rows = latest(read_rows("processes_counted"), "layers", "form", "num_tokens", "own_text", "processes")
     stages = list(dict.fromkeys(stage for row in rows for stage in row["stages"]))
-    lines = []
-    for row in sorted(rows, key=lambda row: (key_of(row, *settings), row["processes"])):
-        before = alone[key_of(row, *settings)]
-        lines.append(
-            [
-                "all" if row["layers"] is None else str(row["layers"]),
-                f"{row['num_tokens']:,}" + (", half written by the model" if row["own_text"] else ""),
-                str(row["processes"]),
-                *(f"{row['stages'].get(stage, 0):.1f}" for stage in stages),
-                f"{row['seconds']:.1f}",
-                f"{before['seconds'] / row['seconds']:.2f}",
-                f"{sum(row['moved_bytes'].values()) / 1e6:,.0f} MB",
-                {None: "–", True: "yes", False: "no"}[row.get("same_bytes")],
-            ]
-        )
+    lines = [
+        [
+            "all" if row["layers"] is None else f"first {row['layers']}",
+            f"{row['num_tokens']:,}" + (", half written by the model" if row["own_text"] else ""),
+            str(row["processes"]),
+            *(f"{row['stages'].get(stage, 0):.1f}" for stage in stages),
+            f"{row['seconds']:.1f}",
+            f"{row['all_seconds']:.1f}",
+        ]
+        for row in rows
+    ]
     return markdown(
-        ["layers", "tokens", "processes", *stages, "all", "times as fast", "a process moves", "same bytes"],
+        ["layers", "tokens", "processes", *stages, "all stages", "computed by all together"],
         lines,
         "CPU seconds between two exchanges of the process that needs most, added up: what the run would take if each "
-        "process had a core of its own and exchanges took no time. SmolLM2-135M-Instruct, per-layer, −20%, "
-        f"{origin(rows)}.",
+        "process had a core of its own and exchanges took no time. What all compute together includes what each of "
+        f"them repeats, such as reading layers. SmolLM2-135M-Instruct, per-layer, −20%, {origin(rows)}.",
     )
