@@ -93,8 +93,8 @@ def _read_by_head(
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor], slice]:
     """Return the mean `h hᵀ (D, D)` float64 over the stream, the tokens' probabilities, and the probes' last states.
 
-    Probabilities and probes are of the first sequences, which the workers share out anew: theirs are those of the
-    first ones. The states are of this worker's part, the last one, of these sequences.
+    Probabilities and probes are of the first sequences, which the workers share out anew. The states are of this
+    worker's part of them, which is also returned.
     """
     machine, workers = states.machine, states.machine.workers
     accumulator = GramAccumulator(model.shape.hidden_size, output_size=None, device=machine.device)
