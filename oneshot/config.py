@@ -98,7 +98,7 @@ class Target:
         given = sum(one is not None for one in (self.sparsity, self.parameters, self.size_bytes, self.max_loss))
         rates = self.hidden_rate, self.inner_rate
         sizes = self.hidden_size, self.intermediate_size, self.value_size, self.query_key_size
-        if given > 1 or (given == 0 and not self._states_sizes and self.gguf_bytes is None):
+        if given > 1 or (given == 0 and not self.states_sizes and self.gguf_bytes is None):
             raise ConfigError(
                 "Give exactly one target: --sparsity (such as 0.2), --params (such as 900M), --max-size (2GB), "
                 "--max-loss (5%), or of a GGUF file --max-file-size (90MB)."
@@ -143,10 +143,11 @@ class Target:
     @property
     def finds_share(self) -> bool:
         """Return whether the run finds how many parameters stay, within the bytes of a GGUF file."""
-        return self.gguf_bytes is not None and not self.states_share and not self._states_sizes
+        return self.gguf_bytes is not None and not self.states_share and not self.states_sizes
 
     @property
-    def _states_sizes(self) -> bool:
+    def states_sizes(self) -> bool:
+        """Return whether a size of all layers is given."""
         sizes = self.hidden_size, self.intermediate_size, self.value_size, self.query_key_size, self.num_experts
         return any(one is not None for one in (*sizes, self.hidden_rate, self.inner_rate))
 

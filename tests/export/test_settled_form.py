@@ -25,6 +25,8 @@ from oneshot.settings import RECIPE_NAME
         ({}, {"correction": "none"}, "stock"),
         ({}, {"allocation": "uniform"}, "stock"),
         ({}, {"up_steps": 1, "depth": "sensitivity"}, "per-layer"),
+        ({}, {"quantise": "w4a16", "sparsity": 0.0}, "stock"),
+        ({}, {"quantise": "w4a16"}, "per-layer"),
         ({"family": "opt", "groups": 4, "do_layer_norm_before": False, "word_embed_proj_dim": 16}, {}, "stock"),
         ({"family": "bert", "model_class": "AutoModelForMaskedLM", "groups": 4}, {}, "stock"),
     ],
@@ -36,7 +38,7 @@ def test_auto_settles(
     make_checkpoint: MakeCheckpoint,
     make_config: MakeConfig,
 ) -> None:
-    predicted = predict(make_config(make_checkpoint(**model), sparsity=0.05, form="auto", **options))
+    predicted = predict(make_config(make_checkpoint(**model), **{"sparsity": 0.05, "form": "auto"} | options))
     assert predicted.form == settled
     assert f"{settled}, opened by" in str(predicted)
 
