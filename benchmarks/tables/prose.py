@@ -45,7 +45,8 @@ def little_text() -> str:
     """Return the scores of the stock form at −20 % from 4,096 tokens: as they are, and with shrinkage, by seed."""
     pairs = dict[int, dict[bool, Row]]()
     for row in read_rows("little_text"):
-        wanted = {"form": "stock", "calibration": "general.jsonl", "calibration_tokens": 4096, "dtype": "bfloat16"}
+        model = {"model": "SmolLM2-135M-Instruct", "form": "stock", "dtype": "bfloat16"}
+        wanted = model | {"calibration": "general.jsonl", "calibration_tokens": 4096}
         if wanted.items() <= row.items():
             pairs.setdefault(row["seed"], {})[row.get("shrinks", True)] = row
     complete = [pairs[seed] for seed in sorted(pairs) if len(pairs[seed]) == 2]
