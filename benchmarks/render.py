@@ -61,6 +61,7 @@ from tables.tasks import acceptance_table, written_table
 from tables.tensor_types import (
     own_types,
     own_types_lost,
+    own_types_span,
     own_types_table,
     own_types_without_unknown,
     size_and_types_table,
@@ -128,6 +129,7 @@ VALUES = {
     "num_families": num_families,
     "own_types": own_types,
     "own_types_lost": own_types_lost,
+    "own_types_span": own_types_span,
     "own_types_without_unknown": own_types_without_unknown,
     "seconds_of_7b": seconds_of_7b,
     "seconds_of_coder": seconds_of_coder,

@@ -17,6 +17,17 @@ def own_types() -> str:
     return f"{_shares(SMOL, 'divergence')}, and {CODER} {_shares(CODER, 'divergence')}"
 
 
+def own_types_span() -> str:
+    """Return the least and the largest such share of all models and types."""
+    newest = _newest()
+    shares = [
+        _mean(ours, "divergence") / _mean(_rows(newest, model, kind), "divergence")
+        for model, kind in dict.fromkeys((row["model"], row["types"]) for row in newest)
+        if (ours := _rows(newest, model, OWN_TYPES + kind))
+    ]
+    return f"{min(shares):.2f} to {max(shares):.2f}"
+
+
 def own_types_lost() -> str:
     """Return the same of the log-loss, whose error is larger: its mean over texts is a small difference."""
     return f"{_shares(SMOL, 'lost_nats')}, and {CODER} {_shares(CODER, 'lost_nats')}"
