@@ -24,6 +24,7 @@ from filelock import FileLock, Timeout
 
 from oneshot.checkpoint.weight_files import WeightFiles
 from oneshot.errors import OutputError
+from oneshot.fields import FLAGS
 from oneshot.machine.durable import UNFINISHED, DamagedFileError, checksum, flush, read_sealed
 
 logger = logging.getLogger(__name__)
@@ -136,7 +137,7 @@ class WorkFolder:
                 "the file, or start anew with --overwrite."
             ) from error
         if found is not None and found != fingerprint:
-            differences = ", ".join(_differences(found, fingerprint))
+            differences = ", ".join(FLAGS.get(name, name) for name in _differences(found, fingerprint))
             raise OutputError(
                 f"{self.path} was begun by another run (different: {differences}); give the same options and input, or "
                 "start anew with --overwrite."

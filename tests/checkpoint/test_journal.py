@@ -99,7 +99,7 @@ def test_an_interrupted_run_is_neither_forgotten_nor_confused_with_another(tmp_p
     write(folder, 1)
     with pytest.raises(OutputError, match=r"--resume.*--overwrite"):
         open_journal(folder)
-    with pytest.raises(OutputError, match=r"another run \(different: damping, seed\)"):
+    with pytest.raises(OutputError, match=r"another run \(different: damping, --seed\)"):
         open_journal(folder, resume=True, fingerprint={"seed": 1, "options": {"damping": 0.1}})
     with open_journal(folder, resume=True) as journal:
         assert journal.num_finished == 1, "the refusals have not touched it"
