@@ -140,7 +140,7 @@ def _newest() -> list[Row]:
     rows = [row for row in read_rows("tensor_types") if "divergence" in row and row["text"] != WITHOUT_UNKNOWN]
     settings = {row["model"]: (row["chunks"], row["calibration_tokens"]) for row in rows}
     rows = [row for row in rows if (row["chunks"], row["calibration_tokens"]) == settings[row["model"]]]
-    return latest(rows, "model", "types", "text")
+    return sorted(latest(rows, "model", "types", "text"), key=lambda row: str(row["model"]))
 
 
 def _rows(rows: Sequence[Row], model: str, types: str) -> list[Row]:
