@@ -13,7 +13,8 @@ from oneshot.evaluation.kinds import Kind, kind_of
 from oneshot.export import open_folder, own_gguf
 from oneshot.machine import resolve_device, resolve_dtype
 from oneshot.machine.scratch import scratch_folder
-from oneshot.text import SELF
+from oneshot.text import SELF, exists
+from oneshot.text.files import shown
 
 
 def evaluate(
@@ -51,7 +52,8 @@ def evaluate(
     if decode_tokens < 0:
         raise ConfigError(f"--decode-tokens {decode_tokens} is out of range: give 0 or more.")
     for text in texts:
-        if text == SELF or ("+" in text and not Path(text.partition(":")[0]).expanduser().exists()):
+        joined = "+" in text and shown(text) == text and not exists(Path(text.partition(":")[0]).expanduser())
+        if text == SELF or joined:
             raise ConfigError(
                 f"--text {text} is for --calibration alone, where a model writes text (self) and + joins sources; give "
                 "--text once for each text."

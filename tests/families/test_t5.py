@@ -324,10 +324,10 @@ def test_little_text_is_what_a_stack_reads(
     few: list[bool] = []
     stock_way = OneWriterTask.correct
 
-    def observed(self: OneWriterTask, weight: torch.Tensor, columns: torch.Tensor, sums: Any) -> Any:
+    def observed(self: OneWriterTask, weight: torch.Tensor, columns: torch.Tensor, sums: Any, **options: Any) -> Any:
         few.append(self.shrinkage(weight.shape[1], sums.num_rows) > 0)
         assert (sums.held_out is not None) == few[-1]
-        return stock_way(self, weight, columns, sums)
+        return stock_way(self, weight, columns, sums, **options)
 
     monkeypatch.setattr(OneWriterTask, "correct", observed)
     compress(small_run(make_config, tied_folder, calibration=pairs, sparsity=0.1, num_sequences=36))
