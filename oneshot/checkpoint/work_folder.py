@@ -14,6 +14,7 @@ read before (`read_log`).
 """
 
 import errno
+import fnmatch
 import logging
 import shutil
 import time
@@ -74,7 +75,7 @@ class WorkFolder:
                 break
             except Timeout as error:
                 raise OutputError(_busy(self.path)) from error
-            except FileNotFoundError:  # a run that ends removed the folder meanwhile
+            except (FileNotFoundError, FileExistsError):  # a run that ends removed the folder meanwhile
                 if time.monotonic() > deadline:
                     raise
         flush(self.path.parent)
@@ -89,8 +90,11 @@ class WorkFolder:
                 return False
         except Timeout:
             return True
-        except FileNotFoundError:  # a run that ends removed the folder meanwhile
+        except (FileNotFoundError, FileExistsError):  # a run that ends removed the folder meanwhile
             return False
+
+    def _names_like(self, pattern: str) -> list[str]:
+        return fnmatch.filter(self._names(), pattern)
 
     def _names(self) -> set[str]:
         try:
@@ -108,7 +112,7 @@ class WorkFolder:
 
     def holds_something(self) -> bool:
         """Return whether an interrupted run left anything to continue with."""
-        return any(self.path.glob("record-*.json")) or any(self.path.glob("saved-*.json"))
+        return any(self._names_like(pattern) for pattern in ("record-*.json", "saved-*.json"))
 
     def weight_bytes(self) -> int:
         """Return the bytes of the disk that weight files take, without the places where nothing was written yet."""
@@ -120,7 +124,7 @@ class WorkFolder:
 
     def count_records(self) -> int:
         """Return how many parts have a record."""
-        return sum(1 for _ in self.path.glob("record-*.json"))
+        return len(self._names_like("record-*.json"))
 
     def continues(self, fingerprint: dict[str, Any]) -> bool:
         """Return whether an interrupted run of this fingerprint left something; false if no run did.
