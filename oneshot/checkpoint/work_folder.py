@@ -94,7 +94,10 @@ class WorkFolder:
             return False
 
     def _names_like(self, pattern: str) -> list[str]:
-        return fnmatch.filter(self._names(), pattern)
+        try:
+            return fnmatch.filter(self._names(), pattern)
+        except NotADirectoryError:
+            return []
 
     def _names(self) -> set[str]:
         try:
