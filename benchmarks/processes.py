@@ -1,4 +1,4 @@
-"""What several processes share of a run, counted: each has as many CPU seconds as it computes, whoever else runs.
+"""Count what several processes share of a run: each has as many CPU seconds as it computes, whoever else runs.
 
 A machine with fewer cores than processes cannot show how much faster they are. So each process notes its CPU seconds
 between two exchanges. The one with the most is what all others wait for, as if each had a core of its own. Bytes are of

@@ -109,7 +109,7 @@ STAGES = ("prepare", "curvature", "profile", "layers")
 
 
 def process_estimates_table() -> str:
-    """How many times as fast more processes are by the prediction, by stage."""
+    """Return how many times as fast more processes are by the prediction, by stage."""
     rows = [row for row in read_rows("gpu_estimate") if "processes" in row and row["card"] == "CPU"]
     found = {(row["model"], row["run"], row["processes"]): row for row in rows}
     counts = sorted({row["processes"] for row in rows})

@@ -21,9 +21,9 @@ def own_types_span() -> str:
     """Return the least and the largest such share of all models and types."""
     newest = _newest()
     shares = [
-        _mean(ours, "divergence") / _mean(_rows(newest, model, kind), "divergence")
-        for model, kind in dict.fromkeys((row["model"], row["types"]) for row in newest)
-        if (ours := _rows(newest, model, OWN_TYPES + kind))
+        share
+        for model in dict.fromkeys(row["model"] for row in newest)
+        for share in _shares_of(newest, model, "divergence").values()
     ]
     return f"{min(shares):.2f} to {max(shares):.2f}"
 
@@ -126,12 +126,15 @@ def types_alone_table() -> str:
         speeds = [f"{row[f'{each}_tokens_per_cpu_second']:.0f}" for each in ("prefill", "decode")]
         lines.append([kind, f"{row['bytes'] / 1e6:.1f}", *speeds, f"{TYPES[kind]:.2f}"])
     [model] = {row["model"] for row in rows}
+    before = of_speed[: of_speed.index(rows[0])]
+    whole = [row for row in before if row["types"] == "F16"][-1]  # of the same run
     return markdown(
         ["type", "MB", "prefill", "decoding", "seconds"],
         lines,
         f"{model}, all matrices in the type: tokens for each CPU second, the best of "
         f"{token_span({row['rounds'] for row in rows})} rounds of llama-bench. Seconds: of prefill and of "
-        f"decoding, each ÷ F16's, added. {origin(rows)}.",
+        f"decoding, each ÷ F16's ({whole['prefill_tokens_per_cpu_second']:.0f} and "
+        f"{whole['decode_tokens_per_cpu_second']:.0f} tokens), added. {origin(rows)}.",
     )
 
 
@@ -162,15 +165,16 @@ def _score(row: Row) -> float:
 
 
 def _shares(name: str, measure: str) -> str:
-    rows = [row for row in _newest() if row["model"].startswith(name)]
-    kinds = [
-        kind
-        for kind in dict.fromkeys(row["types"] for row in rows)
-        if any(row["types"] == OWN_TYPES + kind for row in rows)
-    ]
-    [model] = {row["model"] for row in rows}
-    shares = {
-        kind: _mean(_rows(rows, model, OWN_TYPES + kind), measure) / _mean(_rows(rows, model, kind), measure)
+    rows = _newest()
+    [model] = {row["model"] for row in rows if row["model"].startswith(name)}
+    return ", ".join(f"{share:.2f} at {kind}" for kind, share in _shares_of(rows, model, measure).items())
+
+
+def _shares_of(rows: Sequence[Row], model: str, measure: str) -> dict[str, float]:
+    """Return a measure of a model's files, divided by llama-quantize's, by the type of these."""
+    kinds = dict.fromkeys(row["types"] for row in rows if row["model"] == model)
+    return {
+        kind: _mean(ours, measure) / _mean(_rows(rows, model, kind), measure)
         for kind in kinds
+        if (ours := _rows(rows, model, OWN_TYPES + kind))
     }
-    return ", ".join(f"{share:.2f} at {kind}" for kind, share in shares.items())

@@ -82,9 +82,10 @@ def correct(
             have `(1 − s) AᵀA + s diag(AᵀA)` and `(1 − s) Aᵀ(Y − A Wᵀ)`. It adds `s ‖a_j‖² / (1 − s)` to the ridge of
             each column; with 1 nothing is corrected.
     """
+    evidence = statistics if judged else None  # of the error
     if correction == "none" or (len(kept_columns) == weight.shape[1] and correction != "two-stream"):
         corrected = weight[:, kept_columns].double()
-        return with_error(Factors(kept_columns, corrected), weight.double(), statistics if judged else None, root)
+        return with_error(Factors(kept_columns, corrected), weight.double(), evidence, root)
     if statistics is None:
         raise ValueError(f"the correction {correction!r} needs statistics")
     if correction == "bias":
@@ -92,7 +93,7 @@ def correct(
         means[kept_columns] = 0
         corrected = weight[:, kept_columns].double()
         corrected[:, -1] += weight.double() @ means
-        return with_error(Factors(kept_columns, corrected), weight.double(), statistics if judged else None, root)
+        return with_error(Factors(kept_columns, corrected), weight.double(), evidence, root)
     if correction != "same-layer" and correction != "two-stream":
         assert_never(correction)
     residual = statistics.residual if correction == "two-stream" else None
@@ -110,7 +111,7 @@ def correct(
     if step is not None:
         corrected += residual_weight * (1 - shrinkage) * step.T
     solved = Factors(kept_columns, corrected, None, condition_number, max_interpolation, fallback, damping)
-    return with_error(solved, dense, statistics if judged else None, root)
+    return with_error(solved, dense, evidence, root)
 
 
 def best_damping(

@@ -22,7 +22,7 @@ class MaskedTokens(Examples):
 
     Attributes:
         masked: places of the masked tokens of every example, int64. targets: the tokens there before.
-        all_tokens: of all texts, before they are masked.
+        all_tokens: token ids of all texts, before they are masked.
     """
 
     inputs: Inputs

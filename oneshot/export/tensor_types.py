@@ -26,7 +26,7 @@ from oneshot.export.result_model import EMBEDDING, HEAD, ResultModel
 from oneshot.export.result_of_stock import open_result
 from oneshot.export.result_sensitivity import HEAD_INPUTS, SENSITIVITY_TOKENS, output_squares
 from oneshot.export.rounded_tensors import RoundedTensors
-from oneshot.linalg.allocation import least_damage
+from oneshot.linalg.allocation import least_damage, total_of
 from oneshot.machine import Machine
 from oneshot.machine.durable import UNFINISHED, make_durable
 from oneshot.stream import InputSquares
@@ -193,7 +193,7 @@ def near_and_fast(
     nearest = least_damage(damages, sizes, budget)
     if nearest is None:
         return None
-    price = _total(damages, nearest) / max(_total(seconds, nearest), 1.0)
+    price = total_of(damages, nearest) / max(total_of(seconds, nearest), 1.0)
     of_both = [damage + price * second for damage, second in zip(damages, seconds, strict=True)]
     return least_damage(of_both, sizes, budget)
 
@@ -203,10 +203,6 @@ def seconds_of_kinds(module: str, shape: tuple[int, ...], kinds: Sequence[str], 
     if module == EMBEDDING and any(other.module == HEAD for other in priced):
         return np.zeros(len(kinds))
     return np.array([seconds_of(shape, kind) for kind in kinds])
-
-
-def _total(values: Sequence[np.ndarray], chosen: Sequence[int]) -> float:
-    return sum(float(of_item[option]) for of_item, option in zip(values, chosen, strict=True))
 
 
 def damage_of(priced: Sequence[Priced], kinds: Mapping[str, str]) -> float:

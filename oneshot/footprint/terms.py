@@ -12,7 +12,7 @@ from oneshot.linalg.sums import DEVICE_PANEL_WIDTH, PANEL_WIDTH
 from oneshot.method import SelectorName
 from oneshot.selection import Cost, Extent, find_selector
 from oneshot.selection.evidence import neuron_gram_bytes
-from oneshot.stream.output_head import DEVICE_VOCABULARY_PANEL, VOCABULARY_PANEL
+from oneshot.stream.output_head import panel_rows
 from oneshot.stream.token_inputs import TOKENS_TOGETHER
 
 HEAP_BLOCK_BYTES = 32 * 2**20  # smaller blocks stay in glibc's heap when they are freed
@@ -260,7 +260,7 @@ def output_head(work: Work) -> Term:
 def predictions(work: Work) -> tuple[Term, ...]:
     """Return logits of two models for one sequence and a panel of the vocabulary, and its rows of the head."""
     shape, length = work.shape, work.text.sequence_length
-    panel = min(DEVICE_VOCABULARY_PANEL if work.on_cuda else VOCABULARY_PANEL, shape.vocab_size)
+    panel = min(panel_rows(on_cuda=work.on_cuda), shape.vocab_size)
     logits = computed(FLOAT * length * (5 * panel + 7 * shape.hidden_size), LENGTH)
     copies = 1 + (work.dtype.itemsize != FLOAT)  # for oneDNN
     return logits, computed(FLOAT * copies * panel * shape.hidden_size)

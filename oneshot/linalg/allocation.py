@@ -32,7 +32,7 @@ def least_damage(damages: Sequence[np.ndarray], costs: Sequence[np.ndarray], bud
     costs = [np.asarray(cost, float) for cost in costs]
     damages = _priced(damages, costs, LEAST_PRICE * _span(damages) / _span(costs))
     best = _least(damages)
-    if _total(costs, best) <= budget:
+    if total_of(costs, best) <= budget:
         return best
     left = _possible(damages, costs, budget)
     chosen = _solve(
@@ -54,9 +54,9 @@ def _possible(damages: Sequence[np.ndarray], costs: Sequence[np.ndarray], budget
     priced = _priced(damages, costs, price)
     bound = sum(float(values.min()) for values in priced) - price * budget
     chosen = _least(priced)
-    if _total(costs, chosen) > budget:  # no price was enough
+    if total_of(costs, chosen) > budget:  # no price was enough
         chosen = _least(costs)
-    gap = _total(damages, _spend(damages, costs, budget, chosen)) - bound
+    gap = total_of(damages, _spend(damages, costs, budget, chosen)) - bound
     gap += ROUNDING * len(priced) * max(float(np.abs(values).max()) for values in priced)
     return [np.flatnonzero(values - values.min() <= gap) for values in priced]
 
@@ -65,7 +65,7 @@ def _least_price(damages: Sequence[np.ndarray], costs: Sequence[np.ndarray], bud
     """Return the least price of a cost at which the best option of every item is within the budget."""
 
     def fits(price: float) -> bool:
-        return _total(costs, _least(_priced(damages, costs, price))) <= budget
+        return total_of(costs, _least(_priced(damages, costs, price))) <= budget
 
     low, high = 0.0, _span(damages) / _span(costs)
     for _ in range(DOUBLINGS):
@@ -86,7 +86,7 @@ def _spend(
     """Return a choice that spends what is left of the budget, option by option, where it helps most."""
     chosen = list(chosen)
     while True:
-        room, best = max(0.0, budget - _total(costs, chosen)), (0.0, 0, 0)
+        room, best = max(0.0, budget - total_of(costs, chosen)), (0.0, 0, 0)
         for item, (damage, cost, option) in enumerate(zip(damages, costs, chosen, strict=True)):
             other = int(np.where(cost - cost[option] <= room, damage, np.inf).argmin())
             best = max(best, (float(damage[option] - damage[other]), item, other))
@@ -104,7 +104,8 @@ def _least(values: Sequence[np.ndarray]) -> list[int]:
     return [int(of_item.argmin()) for of_item in values]
 
 
-def _total(values: Sequence[np.ndarray], chosen: Sequence[int]) -> float:
+def total_of(values: Sequence[np.ndarray], chosen: Sequence[int]) -> float:
+    """Return the sum of what a choice takes of every item; `chosen`: the index of each item's option."""
     return sum(float(of_item[option]) for of_item, option in zip(values, chosen, strict=True))
 
 
@@ -124,8 +125,8 @@ def _solve(damages: Sequence[np.ndarray], costs: Sequence[np.ndarray], budget: f
     price = _least_price(damages, costs, budget)
     priced = _priced(damages, costs, price)
     likely = _least(priced)
-    best = _spend(damages, costs, budget, likely if _total(costs, likely) <= budget else _least(costs))
-    least = _total(damages, best)
+    best = _spend(damages, costs, budget, likely if total_of(costs, likely) <= budget else _least(costs))
+    least = total_of(damages, best)
     span = least - sum(float(damage.min()) for damage in damages)
     margin = ROUNDING * len(priced) * max(float(np.abs(values).max()) for values in priced)
     least_priced, least_cost = _behind([values.min() for values in priced]), _behind([cost.min() for cost in costs])

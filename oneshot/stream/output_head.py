@@ -9,8 +9,13 @@ from torch import nn
 
 from oneshot.linalg.products import linear
 
-# Rows of the head in one panel of logits. On a CPU glibc takes what has 32 MiB or more anew from the system.
+# Rows. On a CPU glibc takes what has 32 MiB or more anew from the system.
 VOCABULARY_PANEL, DEVICE_VOCABULARY_PANEL = 2048, 8192
+
+
+def panel_rows(*, on_cuda: bool) -> int:
+    """Return the rows of the head in one panel of logits."""
+    return DEVICE_VOCABULARY_PANEL if on_cuda else VOCABULARY_PANEL
 
 
 @dataclass(frozen=True)
@@ -118,8 +123,8 @@ class OutputHead:
         return self._logits(self.norm(x).float(), slice(None))
 
     def _panels(self) -> list[slice]:
-        width = DEVICE_VOCABULARY_PANEL if self.weight.is_cuda else VOCABULARY_PANEL
-        return [slice(start, start + width) for start in range(0, len(self.weight), width)]
+        rows = panel_rows(on_cuda=self.weight.is_cuda)
+        return [slice(start, start + rows) for start in range(0, len(self.weight), rows)]
 
     def _logits(self, states: torch.Tensor, panel: slice) -> torch.Tensor:
         """Return the logits of a panel for normed states."""

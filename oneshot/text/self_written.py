@@ -113,11 +113,9 @@ def write_text(
     Raises `CalibrationError` if the model does not fit into `max_memory_bytes` (None: the free memory), cannot be
     loaded, or its tokenizer does not accept English text.
     """
-    of_all = weight_bytes(folder) * workers.size
-    if workers.size > 1 and device.type == "cpu" and not workers.share(0, lambda: of_all <= free_bytes()):
-        writers = ALONE
-    else:
-        writers = workers
+    alone = workers.size > 1 and device.type == "cpu"
+    alone = alone and not workers.share(0, lambda: weight_bytes(folder) * workers.size <= free_bytes())
+    writers = ALONE if alone else workers
 
     def written() -> list[int]:
         model = _load(folder, device=device, dtype=dtype, max_memory_bytes=max_memory_bytes, load=load)
@@ -128,7 +126,7 @@ def write_text(
         return [token for documents in written for document in documents for token in document][:needed]
 
     needed = num_sequences * sequence_length
-    token_ids = written() if writers is workers else workers.share(0, written)
+    token_ids = workers.share(0, written) if alone else written()
     windows = cut_windows(token_ids, sequence_length, added_start(tokenizer))[:num_sequences]
     return Text(torch.tensor(windows, dtype=torch.int64), SELF)
 

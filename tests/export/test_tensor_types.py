@@ -1,5 +1,6 @@
 """Types per tensor: the file keeps within its bytes, and the damage is the divergence that the rounded model has."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,21 @@ def test_a_percent_of_damage_is_given_for_a_percent_of_seconds(bits: float) -> N
     given = damage_of(priced, kinds) / damage_of(priced, of_least) - 1
     assert 0 <= given <= 1 - seconds(kinds) / seconds(of_least) + 1e-9
     assert seconds(kinds) < seconds(of_least)
+
+
+def test_seconds_of_types_are_the_measured_ones() -> None:
+    """Of the file with this type alone and of the file in F16 that was measured beside it."""
+    results = Path(__file__).parents[2] / "benchmarks" / "results" / "types_speed.jsonl"
+    rows = [json.loads(line) for line in results.read_text().splitlines()]
+    speeds, measured = [f"{stage}_tokens_per_cpu_second" for stage in ("prefill", "decode")], dict[str, float]()
+    for row in rows:
+        if row["types"] == "F16":  # the first of a run
+            whole = row
+        elif row["types"].endswith(" alone"):
+            measured[row["types"].removesuffix(" alone")] = sum(whole[speed] / row[speed] for speed in speeds)
+    assert {kind: TYPES[kind] for kind in measured} == pytest.approx(measured, abs=0.006)
+    assert TYPES.keys() - measured.keys() == {"IQ2_XXS"}
+    assert TYPES["IQ2_XXS"] == TYPES["IQ2_S"]
 
 
 def test_options_that_say_nothing_are_refused() -> None:
