@@ -86,7 +86,7 @@ def elsewhere() -> str:
             f"oneshot, per-layer         perplexity × {ours:.2f}",
             f"in favour: on two texts oneshot has × {own:.2f}, and the best other tool, {best}, × {others[best]:.2f}",
             f"not in favour: quantised to Q4_K_M it has × {small['score']:.2f} at {small['file_bytes'] / 1e6:.0f} MB,",
-            "               so quantise where only the size of the file counts (docs/llama-cpp.md)",
+            "               so give --form gguf --max-file-size where the size of the file counts (docs/llama-cpp.md)",
         ]
     )
 

@@ -1,5 +1,6 @@
 """Shared by fixtures and tests: types of factories, help topics, tiny models of the stock classes."""
 
+import importlib.util
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -226,3 +227,14 @@ def randomise(model: Any, seed: int) -> Any:
             elif name.endswith("layer_scalar"):
                 tensor.copy_(1 + 0.3 * torch.randn(tensor.shape, generator=generator))
     return model
+
+
+def module_of_the_plugin(name: str) -> Any:
+    """Import a file of the plugin, which is not installed here."""
+    path = Path(__file__).parents[1] / "vllm-plugin" / "oneshot_vllm" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"{name}_of_the_plugin", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

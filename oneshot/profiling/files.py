@@ -167,8 +167,9 @@ def refuse_other_model(
     config_hash: str | None,
     curvature: str,
     head_unit: str,
+    damping: float,
 ) -> None:
-    """Raise `ProfileError` if a profile is of another model, or has another `curvature` or `head_unit`.
+    """Raise `ProfileError` if a profile is of another model, or has another `curvature`, `head_unit` or `damping`.
 
     The hashes are None for a model whose files are not at hand.
     """
@@ -188,6 +189,11 @@ def refuse_other_model(
             f"The profile {folder} has what heads cost by head_unit={origin.head_unit}, but this run has "
             f"head_unit={head_unit}; add --set head_unit={origin.head_unit}, or make a profile with --set "
             f"head_unit={head_unit}."
+        )
+    if origin.damping != damping:
+        raise ProfileError(
+            f"The profile {folder} was made with --set damping={origin.damping}, but this run has damping={damping}; "
+            f"add --set damping={origin.damping}, or make a profile with --set damping={damping}."
         )
 
 

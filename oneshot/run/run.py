@@ -278,6 +278,7 @@ class Run:
             config_hash=hash_of_config,
             curvature=self.method.curvature,
             head_unit=removed_unit(self.method, self.model.shape),
+            damping=self.method.fixed_damping,
         )
 
     def make_profile(self, schedule: Schedule) -> Profile:

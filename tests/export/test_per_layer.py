@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from child_processes import start, wait
-from factories import MakeCheckpoint, MakeConfig, MakeResult, build_model
+from factories import MakeCheckpoint, MakeConfig, MakeResult, build_model, module_of_the_plugin
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -293,6 +293,9 @@ def test_heads_differ_by_layer_beside_rotary_positions_of_every_type(
     [result] = evaluate([config.output], [config.text.calibration], sequence_length=24, max_windows=2, decode_tokens=0)
     [dense] = evaluate([str(folder)], [config.text.calibration], sequence_length=24, max_windows=2, decode_tokens=0)
     assert list(result.perplexity.values()) == pytest.approx(list(dense.perplexity.values()), rel=1e-5)
+    if form == "per-layer":  # vLLM reads the config by the plugin's class
+        of_the_plugin = module_of_the_plugin("config").OneshotConfig.from_pretrained(config.output)
+        assert of_the_plugin.layers == load_model(Path(config.output), device=CPU, dtype=torch.float32).config.layers
 
 
 def test_the_modelling_file_imports_only_public_packages() -> None:

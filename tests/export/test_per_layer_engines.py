@@ -1,6 +1,5 @@
 """What other engines read of the per-layer form: `per_layer_config`, a pass without a dictionary, vLLM's plugin."""
 
-import importlib.util
 import json
 import sys
 from collections.abc import Callable, Mapping
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from factories import MakeCheckpoint, MakeConfig, randomise
+from factories import MakeCheckpoint, MakeConfig, module_of_the_plugin, randomise
 from torch import nn
 
 from oneshot.evaluation.models import load_model
@@ -67,17 +66,6 @@ def test_equal_layers_need_no_sizes_of_their_own(make_checkpoint: MakeCheckpoint
     config = make_config(make_checkpoint(), form="per-layer", allocation="uniform", embedding="none")
     compress(config)
     assert "per_layer_config" not in json.loads((Path(config.output) / "config.json").read_text())
-
-
-def module_of_the_plugin(name: str) -> Any:
-    """Import a file of the plugin, which is not installed here."""
-    path = Path(__file__).parents[2] / "vllm-plugin" / "oneshot_vllm" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"{name}_of_the_plugin", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_the_plugin_for_vllm_has_the_fields_of_the_config() -> None:

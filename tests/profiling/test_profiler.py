@@ -306,6 +306,9 @@ def test_profiles_of_another_model_or_text_are_refused(
         compress(make_config(Path(config.checkpoint), **options, calibration=str(other_text_file)))
     with pytest.raises(ProfileError, match="by head_unit=query-head, but this run has head_unit=kv-group"):
         compress(make_config(Path(config.checkpoint), **options, heads="id", head_unit="kv-group"))
+    for run in (predict, compress):
+        with pytest.raises(ProfileError, match=r"made with --set damping=0\.03, but this run has damping=0\.3;"):
+            run(make_config(Path(config.checkpoint), **options, damping=0.3))
     (Path(config.output) / "profile.safetensors").write_bytes(b"cut")
     with pytest.raises(ProfileError, match="not a readable profile"):
         compress(make_config(Path(config.checkpoint), **options))

@@ -1,5 +1,7 @@
 """The config of a per-layer result, so that vLLM need not run the modelling file of its folder."""
 
+import copy
+
 from huggingface_hub.dataclasses import strict
 from transformers import LlamaConfig
 
@@ -20,3 +22,10 @@ class OneshotConfig(LlamaConfig):
 
     def validate_architecture(self) -> None:
         """Heads need not divide the hidden size here."""
+
+    def validate_rope(self) -> None:
+        """Rotary positions are the same in all layers, also where some types read a number of heads."""
+        equal = copy.copy(self)
+        if getattr(equal, "per_layer_config", None) is not None:  # transformers 5.14 and later
+            equal.per_layer_config = None
+        LlamaConfig.validate_rope(equal)
