@@ -431,7 +431,36 @@ def mapped_output(model: Any, _: tuple[Any, ...], output: Any) -> Any:
     return output
 
 
-class OneshotModel(LlamaModel):
+class OneshotVocabulary:
+    """The size of the vocabulary, also where the config lists its ranges under the name `ranges`."""
+
+    ranges = "embedding"
+
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> Any:
+        """Give the vocabulary another size; ranges of the vocabulary only grow, at the end of the last one."""
+        model: Any = self
+        listed = getattr(model.config, self.ranges)
+        if listed is None:
+            return super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)  # type: ignore
+        size, step = model.config.vocab_size, pad_to_multiple_of or 1
+        more = -(-(size if new_num_tokens is None else new_num_tokens) // step) * step - size
+        if more < 0:
+            raise ValueError(
+                f"The embedding has ranges of the vocabulary, which only grow: give at least {size} "
+                "tokens, or compress with --set embedding=none."
+            )
+        embedding = model.get_input_embeddings()
+        if more:
+            embedding.grow_(more)
+            *before, last = listed
+            setattr(model.config, self.ranges, [*before, last | {"rows": last["rows"] + more}])
+            model.config.vocab_size = model.vocab_size = model.base_model.vocab_size = size + more
+        return embedding
+
+
+class OneshotModel(OneshotVocabulary, LlamaModel):
     """The stack without its output head."""
 
     config_class = OneshotConfig
@@ -462,7 +491,7 @@ class OneshotModel(LlamaModel):
         self.post_init()
 
 
-class OneshotForCausalLM(LlamaForCausalLM):
+class OneshotForCausalLM(OneshotVocabulary, LlamaForCausalLM):
     """The model with its output head."""
 
     config_class = OneshotConfig
@@ -491,26 +520,6 @@ class OneshotForCausalLM(LlamaForCausalLM):
         names = ("num_attention_heads", "num_key_value_heads", "query_key_size", "value_size")
         refuse_pages(all(sizes[name] == own[name] for sizes in self.config.layers for name in names))
         return super().init_continuous_batching(*args, **kwargs)
-
-    def resize_token_embeddings(
-        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
-    ) -> Any:
-        """Give the vocabulary another size; ranges of the vocabulary only grow, at the end of the last one."""
-        if self.config.embedding is None:
-            return super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
-        wanted, step = self.config.vocab_size if new_num_tokens is None else new_num_tokens, pad_to_multiple_of or 1
-        more = -(-wanted // step) * step - self.config.vocab_size
-        if more < 0:
-            raise ValueError(
-                f"The embedding has ranges of the vocabulary, which only grow: give at least {self.config.vocab_size} "
-                "tokens, or compress with --set embedding=none."
-            )
-        if more:
-            self.model.embed_tokens.grow_(more)
-            *before, last = self.config.embedding
-            self.config.embedding = [*before, last | {"rows": last["rows"] + more}]
-            self.config.vocab_size = self.vocab_size = self.model.vocab_size = self.config.vocab_size + more
-        return self.model.embed_tokens
 
     def smoothing_pairs(self) -> list[tuple[str, list[str]]]:
         """Return what AWQ and SmoothQuant may scale here: a norm or linear, and the linears that alone read its output.

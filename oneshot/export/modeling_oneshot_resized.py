@@ -13,7 +13,13 @@ import torch
 import transformers
 from torch import nn
 
-from .modeling_oneshot import OneshotCoordinates, OneshotEmbedding, OneshotTiedHead, refuse_pages
+from .modeling_oneshot import (
+    OneshotCoordinates,
+    OneshotEmbedding,
+    OneshotTiedHead,
+    OneshotVocabulary,
+    refuse_pages,
+)
 
 PREFIX = "Oneshot"  # of the names of classes
 
@@ -106,8 +112,9 @@ def refuse_engine(config: Any) -> None:
 def _resized(stock: Any) -> type:
     """Return the class of a family whose layers have the sizes of the config; with its output head or without."""
 
-    class Resized(stock):
+    class Resized(OneshotVocabulary, stock):
         config_class = _config_of(stock.config_class)
+        ranges = "embedding_ranges"
 
         def __init__(self, config: Any) -> None:
             refuse_engine(config)

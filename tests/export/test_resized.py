@@ -199,3 +199,13 @@ def test_ranks_of_a_scaled_embedding(
     )
     assert result.stored_parameters == report.stored_parameters["compressed"]
     assert result.kv_bytes_per_token == report.kv_bytes_per_token["compressed"]
+    # the vocabulary grows, also of the stack alone
+    before, stack = model(tokens).logits, AutoModel.from_pretrained(output, trust_remote_code=True)
+    for grown in (model, stack):
+        assert grown.resize_token_embeddings(403) is grown.get_input_embeddings()
+        assert grown.config.vocab_size == 403
+    torch.testing.assert_close(model(tokens).logits[..., :400], before, rtol=1e-4, atol=1e-5)
+    model.save_pretrained(tmp_path / "larger")
+    last = torch.tensor([[402]])
+    torch.testing.assert_close(load(tmp_path / "larger")(last).logits, model(last).logits, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(stack(last).last_hidden_state, model.model(last).last_hidden_state)
