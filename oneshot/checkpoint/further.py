@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from oneshot.architecture import Description, FurtherNames
+from oneshot.architecture import FurtherNames
 from oneshot.checkpoint.model import MOST_FURTHER_LAYERS, Model, identify
 from oneshot.checkpoint.stock import with_kept_layers
 from oneshot.errors import CheckpointError
@@ -83,12 +83,8 @@ def _stored(model: Model, names: FurtherNames, stored: Iterable[str]) -> int:
 def _alike(model: Model) -> int | None:
     """Return the last layer of the model that is as a block of such layers: with full attention, and with experts."""
     family = model.family
-    layers = (layer for layer in range(model.shape.num_hidden_layers) if _is_alike(family, layer))
-    return max(layers, default=None)
-
-
-def _is_alike(family: Description, layer: int) -> bool:
-    return family.attends(layer) and layer not in family.dense_layers
+    attending = filter(family.attends, range(model.shape.num_hidden_layers))
+    return max((layer for layer in attending if layer not in family.dense_layers), default=None)
 
 
 def _alone(model: Model, names: FurtherNames, alike: int) -> Model:

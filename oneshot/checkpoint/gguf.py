@@ -5,12 +5,12 @@ import importlib.util
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 
 from oneshot.checkpoint.card import write_gguf_card
 from oneshot.checkpoint.gguf_architectures import tensor_name_map
@@ -31,13 +31,9 @@ SHARD_BYTES = 2**30  # of the converted files; one of them is in memory
 
 
 class WeightSource(Protocol):
-    """Tensors by their names in a checkpoint, read in float32; `num_bytes`: of all of them."""
+    """Tensors by their names in a checkpoint, read in float32."""
 
     shapes: dict[str, tuple[int, ...]]
-
-    @property
-    def num_bytes(self) -> int:
-        """Return the bytes of all tensors."""
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """Return some tensors."""
@@ -249,26 +245,13 @@ def write_weights(source: WeightSource, folder: Path) -> None:
     """Write the weights as one file, or as several with an index."""
     from safetensors.torch import save_file
 
-    groups: list[list[str]] = []
-    room = 0
-    for name, shape in source.shapes.items():
-        size = FLOAT_BYTES * torch.Size(shape).numel()
-        if not groups or size > room:
-            groups.append([])
-            room = SHARD_BYTES
-        groups[-1].append(name)
-        room -= size
-    write = partial(save_file, metadata={"format": "pt"})
-    if len(groups) == 1:
-        write(source.read(groups[0]), folder / "model.safetensors")
-        return
-    places = dict[str, str]()
-    for number, names in enumerate(groups, 1):
-        file = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        write(source.read(names), folder / file)
-        places |= dict.fromkeys(names, file)
-    content = {"metadata": {"total_size": source.num_bytes}, "weight_map": places}
-    (folder / INDEX_NAME).write_text(json.dumps(content, indent=2) + "\n")
+    empty = {name: torch.empty(shape, dtype=torch.float32, device="meta") for name, shape in source.shapes.items()}
+    split = split_torch_state_dict_into_shards(empty, max_shard_size=SHARD_BYTES)
+    for file, names in split.filename_to_tensors.items():
+        save_file(source.read(names), folder / file, metadata={"format": "pt"})
+    if split.is_sharded:
+        content = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (folder / INDEX_NAME).write_text(json.dumps(content, indent=2) + "\n")
 
 
 def _unreadable(path: Path, error: Exception) -> CheckpointError:

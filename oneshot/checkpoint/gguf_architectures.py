@@ -54,11 +54,6 @@ def tensor_name_map(architecture: str, num_layers: int) -> Any:
     return gguf.get_tensor_name_map(kind, num_layers)
 
 
-def _window(keys: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the window of all layers; a file states 0 for none."""
-    return {"sliding_window": keys.get("attention.sliding_window") or None}
-
-
 def _layer_types(keys: Mapping[str, Any], config: Mapping[str, Any], period: int) -> list[str]:
     """Return which layers have windows: all but the last one of every `period`."""
     num_layers, stated = config["num_hidden_layers"], keys.get("attention.sliding_window_pattern", period)
@@ -194,7 +189,14 @@ ARCHITECTURES = {
         rotary=lambda config: config["rope_parameters"]["full_attention"],
         norm_offset=1.0,
     ),
-    "phi3": Architecture("phi3", "Phi3ForCausalLM", SILU, keys=WINDOWS[:1], further=_window, partly_rotary=True),
+    "phi3": Architecture(
+        "phi3",
+        "Phi3ForCausalLM",
+        SILU,
+        keys=WINDOWS[:1],
+        further=lambda keys, config: {"sliding_window": keys.get(WINDOWS[0]) or None},  # a file states 0 for none
+        partly_rotary=True,
+    ),
     "nemotron": Architecture(
         "nemotron",
         "NemotronForCausalLM",

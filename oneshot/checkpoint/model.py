@@ -143,10 +143,6 @@ class Model:
         name = self.family.stack.token_types
         return None if name is None else self.checkpoint.read_one(name)
 
-    def read_linear(self, name: str) -> torch.Tensor:
-        """Return the weight `(outputs, inputs)` of a linear outside the layers."""
-        return self.checkpoint.read_one(f"{name}.weight")
-
     def read_embedding_norm(self) -> Tensors:
         """Return the tensors of the norm that follows the embeddings; none without one."""
         norm = self.family.stack.embedding_norm

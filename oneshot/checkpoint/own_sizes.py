@@ -101,7 +101,8 @@ def _nemotron_nas(config: dict[str, Any]) -> Stated:
 
 def _as_llama(config: dict[str, Any], stack: StackShape) -> dict[str, Any]:
     """Return the config of a class with Llama's layers; sizes are the largest."""
-    complete, layers = complete_config(_without_own(config) | {"model_type": LLAMA.model_type}), stack.layers
+    of_input = {name: value for name, value in config.items() if name in KEPT_KEYS}  # which Llama's config class reads
+    complete, layers = complete_config(of_input | {"model_type": LLAMA.model_type}), stack.layers
     flags = {tuple(getattr(layer, name) for name in FLAGS) for layer in layers}
     if len(flags) > 1:
         raise ValueError("layers have different biases or norms")
@@ -127,11 +128,6 @@ def _as_llama(config: dict[str, Any], stack: StackShape) -> dict[str, Any]:
         **({} if name == "qwen2" else {"attention_bias": queries_biased}),
         **({"mlp_bias": ffn_biased} if name == "llama" else {"use_sliding_window": False}),
     }
-
-
-def _without_own(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the config without what it has of its own class, so that Llama's config class reads it."""
-    return {name: value for name, value in config.items() if name in KEPT_KEYS}
 
 
 def _resized(config: dict[str, Any]) -> Stated:

@@ -6,15 +6,14 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
-from oneshot.checkpoint.work_folder import WorkFolder, read_record
+from oneshot.checkpoint.work_folder import WorkFolder
 from oneshot.errors import OutputError
 from oneshot.machine.durable import (
     UNFINISHED,
-    DamagedFileError,
     as_stored,
     checksum,
     make_durable,
-    read_sealed,
+    read_intact,
     seal,
     write_sealed,
 )
@@ -49,10 +48,7 @@ class SavedValues:
         return read
 
     def _intact(self, path: Path) -> dict[str, Any] | None:
-        try:
-            content = read_sealed(path)
-        except DamagedFileError:
-            return None
+        content = read_intact(path)
         for name, expected in (content or {}).get("tensors", {}).items():
             tensors = self._work.saved_tensors(name)
             if not tensors.exists() or checksum(tensors) != expected:
@@ -89,7 +85,7 @@ class SavedValues:
         """Raise `OutputError` if a finished part was made with other values than the present ones."""
         seals = self.seals
         for path in sorted(self._work.path.glob("record-*.json")):
-            for name, expected in (read_record(path) or {}).get("saved", {}).items():
+            for name, expected in (read_intact(path) or {}).get("saved", {}).items():
                 if seals.get(name) != expected:
                     raise OutputError(
                         f"{self._work.saved(name)} was lost or damaged and comes out differently now, so finished "
@@ -109,16 +105,10 @@ def write_tensors(path: Path, tensors: Tensors) -> str:
 
 def peek_saved(folder: Path, name: str) -> dict[str, Any] | None:
     """Return the values that an interrupted run of `folder` saved under a name; None without them or if damaged."""
-    try:
-        content = read_sealed(WorkFolder(folder).saved(name))
-    except DamagedFileError:
-        return None
+    content = read_intact(WorkFolder(folder).saved(name))
     return None if content is None else content["values"]
 
 
 def peek_fingerprint(folder: Path) -> dict[str, Any] | None:
     """Return the fingerprint of an interrupted run of `folder`; None without one or if damaged."""
-    try:
-        return read_sealed(WorkFolder(folder).fingerprint)
-    except DamagedFileError:
-        return None
+    return read_intact(WorkFolder(folder).fingerprint)

@@ -26,7 +26,7 @@ from filelock import FileLock, Timeout
 from oneshot.checkpoint.weight_files import WeightFiles
 from oneshot.errors import OutputError
 from oneshot.fields import FLAGS
-from oneshot.machine.durable import UNFINISHED, DamagedFileError, checksum, flush, read_sealed
+from oneshot.machine.durable import UNFINISHED, DamagedFileError, checksum, flush, read_intact, read_sealed
 
 logger = logging.getLogger(__name__)
 
@@ -159,7 +159,7 @@ class WorkFolder:
         records: list[dict[str, Any]] = []
         for number in range(len(files.layout.parts)):
             path = self.record(number)
-            record = read_record(path)
+            record = read_intact(path)
             if record is None and not path.exists():
                 break
             damaged = path if record is None else self._damaged(number, record, files)
@@ -178,13 +178,12 @@ class WorkFolder:
 
     def clear(self) -> None:
         """Remove what an earlier run left; the lock stays."""
-        self._clear_checkpoint()
+        self._remove_checkpoint()
         self._unlink_files()
 
-    def _clear_checkpoint(self) -> None:
+    def _remove_checkpoint(self) -> None:
         if self.checkpoint.exists():
             shutil.rmtree(self.checkpoint)
-        self.checkpoint.mkdir()
 
     def remove(self) -> None:
         """Remove the folder, whose lock this process has.
@@ -192,8 +191,7 @@ class WorkFolder:
         The fingerprint goes last, so that a killed removal is still known as a run's. Another run may begin in the
         folder as soon as the lock's file is gone.
         """
-        if self.checkpoint.exists():
-            shutil.rmtree(self.checkpoint)
+        self._remove_checkpoint()
         self._unlink_files()
         self.lock.unlink(missing_ok=True)
         try:
@@ -207,14 +205,6 @@ class WorkFolder:
         for path in sorted(self.path.iterdir(), key=lambda path: path == self.fingerprint):
             if path.is_file() and path != self.lock:
                 path.unlink()
-
-
-def read_record(path: Path) -> dict[str, Any] | None:
-    """Return a part's record; None without one, and for one that is damaged."""
-    try:
-        return read_sealed(path)
-    except DamagedFileError:
-        return None
 
 
 def _differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:

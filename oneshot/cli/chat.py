@@ -25,7 +25,7 @@ def build_parser(prog: str = "oneshot chat") -> argparse.ArgumentParser:
     parser.add_argument(
         "--max-new-tokens", type=int, default=256, help="longest answer, in tokens (default: %(default)s)"
     )
-    add_device(parser)
+    add_device(parser, "auto")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     return parser
 

@@ -69,7 +69,7 @@ def build_parser(prog: str = "oneshot evaluate") -> argparse.ArgumentParser:
         default=32,
         help="tokens of the timed decoding; 0 leaves latency out (default: %(default)s)",
     )
-    add_device(parser)
+    add_device(parser, "auto")
     parser.add_argument("--output", metavar="FILE", help="also write the numbers and their origin to this JSON file")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     return parser

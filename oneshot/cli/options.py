@@ -76,29 +76,23 @@ def add_settings(group: Any) -> None:
     group.add_argument("--help-methods", action=_HelpMethods, help="list recipes and the keys of --set, and exit")
 
 
-def add_device(parser: argparse.ArgumentParser) -> None:
-    """Add where and in which dtype a whole model is loaded."""
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
-    parser.add_argument(
+def add_device(group: Any, default: str | None = None) -> None:
+    """Add device and dtype of the forward passes; without a `default` who makes the config has one."""
+    group.add_argument("--device", default=default, help=f"auto, cpu, cuda or cuda:N (default: {MACHINE.device})")
+    dtypes = get_args(Dtype)
+    group.add_argument(
         "--dtype",
-        type=OneOf(get_args(Dtype)),
+        type=OneOf(dtypes),
         metavar="DTYPE",
-        default="auto",
-        help=f"dtype of the forward passes: {', '.join(get_args(Dtype))} (default: %(default)s, {AUTO_DTYPE})",
+        default=default,
+        help=f"dtype of the forward passes: {', '.join(dtypes)} (default: {MACHINE.dtype}, {AUTO_DTYPE})",
     )
 
 
 def add_machine(parser: argparse.ArgumentParser) -> Any:
     """Add device, dtype and memory; return the group for more options."""
     machine = parser.add_argument_group("machine")
-    dtypes = get_args(Dtype)
-    machine.add_argument("--device", help=f"auto, cpu, cuda or cuda:N (default: {MACHINE.device})")
-    machine.add_argument(
-        "--dtype",
-        type=OneOf(dtypes),
-        metavar="DTYPE",
-        help=f"dtype of the forward passes: {', '.join(dtypes)} (default: {MACHINE.dtype}, {AUTO_DTYPE})",
-    )
+    add_device(machine)
     machine.add_argument(
         "--batch-size", type=int, metavar="N", help=f"sequences in one forward pass (default: {MACHINE.batch_size})"
     )

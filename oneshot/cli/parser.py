@@ -15,8 +15,7 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, prog: str, usage: str, description: str) -> None:
-        formatter = argparse.HelpFormatter
-        super().__init__(prog=prog, usage=f"%(prog)s {usage}", description=description, formatter_class=formatter)
+        super().__init__(prog=prog, usage=f"%(prog)s {usage}", description=description)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse as `ArgumentParser`; an unknown option ends the program with what was probably meant."""

@@ -228,38 +228,23 @@ def predicted_energies(
     statistics: Statistics,
     workers: Workers = ALONE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `‖Y − A[:, kept_columns] W'ᵀ‖²` and `‖Y‖²`, as `predicted_error` compares them."""
-    return energies_of(
-        weight, corrected, kept_columns, statistics.gram, statistics.residual, statistics.residual_energy, workers
-    )
-
-
-def energies_of(
-    weight: torch.Tensor,
-    corrected: torch.Tensor,
-    kept_columns: torch.Tensor,
-    gram: torch.Tensor,
-    residual: torch.Tensor | None,
-    residual_energy: torch.Tensor,
-    workers: Workers = ALONE,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what `predicted_energies` returns, `(…)`, of one linear or of several.
+    """Return `‖Y − A[:, kept_columns] W'ᵀ‖²` and `‖Y‖²`, `(…)`, as `predicted_error` compares them.
 
     Args:
         weight: `(…, d, n)` float64. corrected: `(…, d, k)`. kept_columns: `(…, k)`.
-        gram, residual, residual_energy: `(…, n, n)`, `(…, n, d)` and `(…)`, as in `Statistics`.
+        statistics: of one linear, or of several: Grams `(…, n, n)`, residuals `(…, n, d)` and their energies `(…)`.
     """
-    missed = _missed(weight, corrected, kept_columns)
+    missed, gram = _missed(weight, corrected, kept_columns), statistics.gram
     error, energy = _energy(gram, missed.mT, workers), _energy(gram, weight.mT, workers)
-    if residual is not None:
-        residual = residual.double()
-        error += 2 * (missed.mT * residual).sum((-2, -1)) + residual_energy
-        energy += 2 * (weight.mT * residual).sum((-2, -1)) + residual_energy
+    if statistics.residual is not None:
+        residual = statistics.residual.double()
+        error += 2 * (missed.mT * residual).sum((-2, -1)) + statistics.residual_energy
+        energy += 2 * (weight.mT * residual).sum((-2, -1)) + statistics.residual_energy
     return error, energy
 
 
 def _missed(weight: torch.Tensor, corrected: torch.Tensor, kept_columns: torch.Tensor) -> torch.Tensor:
-    """Return `W` less the corrected columns in their places, `(…, d, n)`; arguments as in `energies_of`."""
+    """Return `W` less the corrected columns in their places, `(…, d, n)`; arguments as in `predicted_energies`."""
     columns = kept_columns.unsqueeze(-2).expand(corrected.shape)
     missed = weight.clone()
     return missed.scatter_(-1, columns, missed.gather(-1, columns).sub_(corrected))

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 import torch
 from oneshot_kernels import columns_without
 
-from oneshot.compression.correction import Factors, correct, energies_of, relative
+from oneshot.compression.correction import Factors, correct, predicted_energies, relative
 from oneshot.compression.expert_statistics import ExpertStatistics
+from oneshot.compression.statistics import Statistics
 from oneshot.compression.sublayer import SublayerTask
 from oneshot.linalg.psd import cholesky_together, condition_numbers, solve_with
 from oneshot.machine.transfer import as_like
@@ -198,9 +199,10 @@ def _solved(
         del steps
     conditions = condition_numbers(factors, "kept columns")
     del factors
-    residuals = None if statistics.residuals is None else statistics.residuals[places]
-    grams, residual_energies = statistics.grams[places], statistics.residual_energies[places]
-    energies = torch.stack(energies_of(dense, weights, kept, grams, residuals, residual_energies), dim=1)
+    residuals, residual_energies = statistics.residuals, statistics.residual_energies[places]
+    residuals = None if residuals is None else residuals[places]
+    together = Statistics(statistics.grams[places], residuals, residual_energies, num_rows=0)  # which no energy needs
+    energies = torch.stack(predicted_energies(dense, weights, kept, together), dim=1)
     largest = coefficients.abs().amax((1, 2)) if coefficients.numel() else torch.zeros(len(kept))
     return [
         Factors(columns, weight, None, condition, coefficient, damping=damping, energies=own)

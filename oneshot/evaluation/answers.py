@@ -73,7 +73,7 @@ class Answers(Examples):
     def numbers(self, texts: list[str], dense: list[str] | None) -> dict[str, float]:
         """Return exact match and F1, each the best over an example's answers, and agreement beside a baseline."""
         scores = [
-            (max(_exact(text, answer) for answer in answers), max(token_f1(text, answer) for answer in answers))
+            (normalised(text) in map(normalised, answers), max(token_f1(text, answer) for answer in answers))
             for text, answers in zip(texts, self.answers, strict=True)
         ]
         numbers = {
@@ -113,10 +113,6 @@ def token_f1(text: str, answer: str) -> float:
     words, wanted = normalised(text).split(), normalised(answer).split()
     common = sum((Counter(words) & Counter(wanted)).values())
     return 2 * common / (len(words) + len(wanted)) if common else 0.0
-
-
-def _exact(text: str, answer: str) -> bool:
-    return normalised(text) == normalised(answer)
 
 
 def _answers(value: Any, source: str) -> list[str]:

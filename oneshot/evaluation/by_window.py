@@ -20,8 +20,8 @@ from oneshot.report.display import tell_file
 from oneshot.tasks import expanded
 from oneshot.text import (
     BUILTIN,
+    ChatRenderer,
     bos_of,
-    chat_renderer,
     holds_tokenizer,
     iter_documents,
     load_tokenizer,
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 def load_windows(text: str, tokenizer: Any, *, sequence_length: int, max_windows: int | None) -> torch.Tensor:
     """Return a text's first windows, int64 `(windows, sequence_length)`, with documents in their stored order."""
     return pack(
-        iter_documents(text, None, chat_renderer(tokenizer)),
+        iter_documents(text, None, ChatRenderer(tokenizer)),
         tokenizer,
         num_sequences=max_windows,
         sequence_length=sequence_length,
@@ -107,7 +107,8 @@ def evaluate_windows(
     results = []
     for name, checkpoint, shape, score, latency in zip(names, checkpoints, shapes, scores, latencies, strict=True):
         result = _evaluation(name, checkpoint, shape, score, latency, records)
-        result = replace(result, bos=_bos(checkpoint, tokenizer))
+        own = load_tokenizer(checkpoint.folder) if holds_tokenizer(checkpoint.folder) else tokenizer
+        result = replace(result, bos=bos_of(own, checkpoint.folder))
         if tasks:
             tell_file(f"asking {Path(name).name} the tasks {', '.join(expanded(tasks))} …")
             found = run_tasks(
@@ -125,15 +126,6 @@ def evaluate_windows(
         return results
     *compared, dense = results
     return [*(_beside(result, dense) for result in compared), dense]
-
-
-def _bos(checkpoint: Checkpoint, first: Any) -> str:
-    """Return the token that a checkpoint's tokenizer puts before texts, empty for none.
-
-    `first`: the tokenizer of one that lies without its own.
-    """
-    tokenizer = load_tokenizer(checkpoint.folder) if holds_tokenizer(checkpoint.folder) else first
-    return bos_of(tokenizer, checkpoint.folder)
 
 
 def _refuse_beyond_positions(names: Sequence[str], positions: Sequence[int], length: int, option: str) -> None:

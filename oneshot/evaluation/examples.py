@@ -92,7 +92,8 @@ class Inputs:
         """
         device = next(model.parameters()).device
         padding = getattr(model.config, "pad_token_id", None) or 0
-        with_types = takes_token_types(model)
+        tells_apart = "token_type_ids" in inspect.signature(model.forward).parameters
+        with_types = tells_apart and getattr(model.config, "type_vocab_size", 2) > 1
         order = sorted(range(len(self)), key=lambda place: (len(self.token_ids[place]), place))
         chunks = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
         for places in progress_bar(chunks, "evaluating"):
@@ -133,12 +134,6 @@ class Examples(ABC):
     @abstractmethod
     def numbers(self, prediction: Any, dense: Any) -> dict[str, float]:
         """Return the numbers of a prediction; `dense`: the baseline's prediction, or None."""
-
-
-def takes_token_types(model: Any) -> bool:
-    """Return whether a model tells the texts of a pair apart."""
-    accepts = "token_type_ids" in inspect.signature(model.forward).parameters
-    return accepts and getattr(model.config, "type_vocab_size", 2) > 1
 
 
 def examples_record(count: int, tokens: Sequence[int]) -> TextRecord:

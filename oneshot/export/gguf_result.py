@@ -11,7 +11,7 @@ import torch
 from oneshot.architecture import StackShape
 from oneshot.architecture.stated_shapes import per_layer_shape
 from oneshot.checkpoint import locate_checkpoint
-from oneshot.checkpoint.gguf import FLOAT_BYTES, write_weights
+from oneshot.checkpoint.gguf import write_weights
 from oneshot.checkpoint.gguf_architectures import tensor_name_map
 from oneshot.checkpoint.gguf_file import GgufModel
 from oneshot.checkpoint.gguf_rotary import FACTORS, in_halves
@@ -75,7 +75,8 @@ class RestoredModel:
             if stored.get(name) != wanted.get(name):
                 raise CheckpointError(
                     f"{path} has {name} as {stored.get(name)}, and the config.json beside it states "
-                    f"{wanted.get(name)}; measure it with llama.cpp alone: {measure_command(path)}."
+                    f"{wanted.get(name)}; measure it with llama.cpp alone: llama-perplexity -m "
+                    f"{shlex.quote(str(path))} -f YOUR_TEXT."
                 )
         tied = {"lm_head.weight"} if self._stack.head == "tied" else set()
         state = empty_tensors(config)
@@ -89,11 +90,6 @@ class RestoredModel:
     def interleaved_heads(self, name: str) -> int | None:
         """Return the heads of queries or keys whose rows the file has in another order; None for other tensors."""
         return rotated_heads(name, self._stack) if self._pairs else None
-
-    @property
-    def num_bytes(self) -> int:
-        """Return the bytes of the weights in float32."""
-        return FLOAT_BYTES * sum(torch.Size(shape).numel() for shape in self.shapes.values())
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """Return tensors in float32, before the changes of llama.cpp's converter."""
@@ -115,8 +111,3 @@ def _converted(path: Path, scratch: Path) -> Path:
             shutil.copyfile(file, folder / file.name)
     write_weights(source, folder)
     return folder
-
-
-def measure_command(path: Path) -> str:
-    """Return llama.cpp's command that measures a GGUF file."""
-    return f"llama-perplexity -m {shlex.quote(str(path))} -f YOUR_TEXT"

@@ -94,6 +94,14 @@ def read_sealed(path: Path) -> dict[str, Any] | None:
     return content
 
 
+def read_intact(path: Path) -> dict[str, Any] | None:
+    """Return the values as `read_sealed`; None without the file, and for a damaged one."""
+    try:
+        return read_sealed(path)
+    except DamagedFileError:
+        return None
+
+
 def seal(content: dict[str, Any]) -> str:
     """Return the SHA-256 of JSON values."""
     return hashlib.sha256(json_text(content, indent=None).encode()).hexdigest()

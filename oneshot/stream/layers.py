@@ -135,7 +135,7 @@ class LayerBuilder:
 
     def _linear(self, name: str) -> nn.Module:
         """Return a linear without a bias that is outside the layers."""
-        weight = self._model.read_linear(name)
+        weight = self._model.checkpoint.read_one(f"{name}.weight")
         outputs, inputs = weight.shape
         linear = nn.Linear(inputs, outputs, bias=False, device="meta", dtype=self._machine.dtype)
         return self._with_weights(linear, {"weight": weight})

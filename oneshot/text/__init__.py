@@ -1,6 +1,6 @@
 """Calibration text: where documents come from, how they are packed, and text that the model writes itself."""
 
-from oneshot.text.chats import chat_renderer, is_turn, prompt_ids
+from oneshot.text.chats import ChatRenderer, is_turn, prompt_ids
 from oneshot.text.examples import encode, load_examples, padded
 from oneshot.text.files import PIECE_BYTES, RECORDS, TABLES, ending_of, exists, file_of, present_row, size_of_records
 from oneshot.text.kinds import NUM_KINDS, TOKENS_OF_A_KIND, kind_windows

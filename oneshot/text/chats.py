@@ -71,11 +71,6 @@ def stated(value: Any) -> Any:
     return value
 
 
-def chat_renderer(tokenizer: Any) -> "ChatRenderer":
-    """Return what makes text of conversations by the tokenizer's chat template."""
-    return ChatRenderer(tokenizer)
-
-
 class ChatRenderer:
     """Makes text of turns by the tokenizer's chat template.
 
@@ -119,8 +114,9 @@ class ChatRenderer:
         left_out = {*other, *TEMPLATE_NAMES, *CHATS, TEMPLATE_ARGUMENTS}
         arguments = {name: value for name, value in named.items() if value is not None and name not in left_out}
         listed = {name: _parsed(arguments.pop(name)) for name in LISTED if name in arguments}
-        if not _are_objects(listed.get("documents")):  # an unrelated column of that name
-            listed.pop("documents", None)
+        documents = listed.get("documents")
+        if not isinstance(documents, list) or not all(isinstance(item, Mapping) for item in documents):
+            listed.pop("documents", None)  # an unrelated column of that name
         return arguments | {name: value for name, value in listed.items() if value != ""}
 
     def _tell_of_parts(self, messages: list[dict[str, Any]], text: str, source: str) -> None:
@@ -185,10 +181,6 @@ def _parsed(value: Any) -> Any:
         return json.loads(value)
     except (ValueError, RecursionError):
         return value
-
-
-def _are_objects(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(item, Mapping) for item in value)
 
 
 def _message(turn: Any, source: str) -> dict[str, Any]:

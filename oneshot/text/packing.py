@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from oneshot.errors import CalibrationError, cause
-from oneshot.text.chats import added_start, chat_renderer
+from oneshot.text.chats import ChatRenderer, added_start
 from oneshot.text.files import exists
 from oneshot.text.sources import iter_documents
 
@@ -188,7 +188,7 @@ def load_text(source: str, tokenizer: Any, *, num_sequences: int, sequence_lengt
 
     Raises `CalibrationError` if the source cannot be read or holds less than one sequence.
     """
-    documents = iter_documents(source, seed, chat_renderer(tokenizer))
+    documents = iter_documents(source, seed, ChatRenderer(tokenizer))
     token_ids = pack(documents, tokenizer, num_sequences=num_sequences, sequence_length=sequence_length, source=source)
     if len(token_ids) < num_sequences:
         logger.warning("%s holds %d sequences of the %d asked for.", source, len(token_ids), num_sequences)

@@ -92,14 +92,10 @@ def _documents(
         pairs = _file_documents(source, seed, second, render)
     else:
         pairs = _hub_documents(source, seed, second, render)
-    for document, other in pairs:
-        if document is None:
-            continue
-        if other is not None or isinstance(document, list):
-            yield document, other
-            continue
-        for piece in cut(document, seed):
-            yield piece, None
+    for pair in pairs:
+        for document, other in _pieces(*pair, seed):
+            if document is not None:
+                yield document, other
 
 
 def read_rows(source: str, limit: int | None = None) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from tokenizers import processors
 from oneshot.api.texts import save_text
 from oneshot.errors import CalibrationError
 from oneshot.evaluation import load_windows
-from oneshot.text import chat_renderer, iter_documents, load_text, write_text
+from oneshot.text import ChatRenderer, iter_documents, load_text, write_text
 from oneshot.text.bounded import BoundError, bounded
 from oneshot.text.packing import cut_windows
 
@@ -65,7 +65,7 @@ def write(path: Path, *rows: dict[str, Any]) -> str:
 def test_conversations_pass_the_chat_template(row: dict[str, Any], chatty: Any, tmp_path: Path) -> None:
     """Beside ids, in every spelling, in calibration and in evaluation."""
     path = write(tmp_path / "a.jsonl", {"id": "identity_1", **row}, {"id": "identity_2", **row})
-    assert list(iter_documents(path, 0, chat_renderer(chatty))) == [WANTED] * 2
+    assert list(iter_documents(path, 0, ChatRenderer(chatty))) == [WANTED] * 2
     tokens = chatty(WANTED + "\n\n")["input_ids"]
     windows = load_windows(path, chatty, sequence_length=8, max_windows=2)
     assert windows.flatten().tolist() == (tokens * 2)[:16]
@@ -81,8 +81,8 @@ def test_conversations_in_a_csv_file(written: Any, chatty: Any, tmp_path: Path) 
         csv.writer(file).writerows([["messages"], [written(TURNS)], [written(TURNS)]])
     with pairs.open("w", newline="") as file:
         csv.writer(file).writerows([["prompt", "response"], ["[1, 2]", "A sequence."]])
-    assert list(iter_documents(str(turns), 0, chat_renderer(chatty))) == [WANTED] * 2
-    assert list(iter_documents(str(pairs), 0, chat_renderer(chatty))) == ["<user>[1, 2]<assistant>A sequence."]
+    assert list(iter_documents(str(turns), 0, ChatRenderer(chatty))) == [WANTED] * 2
+    assert list(iter_documents(str(pairs), 0, ChatRenderer(chatty))) == ["<user>[1, 2]<assistant>A sequence."]
 
 
 CALL = {"type": "function", "function": {"name": "temperature", "arguments": {"place": "harbour"}}}
@@ -130,7 +130,7 @@ def test_the_template_gets_the_whole_row(name: str, container: str, chatty: Any,
     beside = {key: value for key, value in row.items() if key != "messages"}
     wanted = chatty.apply_chat_template(row["messages"], tokenize=False, **beside)
     source = held([row | {"id": "a", "dict": "b", "documents_of": [1]}] * 2, container, tmp_path)
-    assert list(iter_documents(source, 0, chat_renderer(chatty))) == [wanted] * 2
+    assert list(iter_documents(source, 0, ChatRenderer(chatty))) == [wanted] * 2
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_other_spellings_of_what_stands_beside_turns(beside: dict[str, Any], cha
     chatty.chat_template = WHOLE
     wanted = chatty.apply_chat_template(TURNS, tools=[CALL], tokenize=False)
     path = write(tmp_path / "a.jsonl", {"messages": TURNS, "documents": "of no kind"} | beside)
-    assert list(iter_documents(path, 0, chat_renderer(chatty))) == [wanted]
+    assert list(iter_documents(path, 0, ChatRenderer(chatty))) == [wanted]
 
 
 def test_a_function_is_a_tool_as_in_transformers(chatty: Any, tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_a_function_is_a_tool_as_in_transformers(chatty: Any, tmp_path: Path) ->
     chatty.chat_template = WHOLE
     source, _ = save_text([{"messages": TURNS, "tools": [tide]}], tmp_path, num_sequences=9, seed=0)
     wanted = chatty.apply_chat_template(TURNS, tools=[tide], tokenize=False)
-    assert list(iter_documents(source, 0, chat_renderer(chatty))) == [wanted]
+    assert list(iter_documents(source, 0, ChatRenderer(chatty))) == [wanted]
 
 
 def test_turns_with_from_and_value_keep_what_they_hold(chatty: Any, tmp_path: Path) -> None:
@@ -168,10 +168,10 @@ def test_turns_with_from_and_value_keep_what_they_hold(chatty: Any, tmp_path: Pa
     messages = [{"role": "system", "content": "Be brief."}, TURNS[0], TURNS[1] | {"weight": 1}]
     path = write(tmp_path / "a.jsonl", row)
     wanted = chatty.apply_chat_template(messages, tokenize=False)
-    assert list(iter_documents(path, 0, chat_renderer(chatty))) == [wanted]
+    assert list(iter_documents(path, 0, ChatRenderer(chatty))) == [wanted]
     chatty.chat_template = TEMPLATE
     source, _ = save_text([SHARED, TURNS], tmp_path, num_sequences=9, seed=0)
-    assert list(iter_documents(source, 0, chat_renderer(chatty))) == [WANTED] * 2
+    assert list(iter_documents(source, 0, ChatRenderer(chatty))) == [WANTED] * 2
 
 
 @pytest.mark.parametrize("cell", [TURNS, json.dumps(TURNS), SHARED], ids=["turns", "JSON", "from and value"])
@@ -179,8 +179,8 @@ def test_a_column_of_another_name_is_named(cell: Any, chatty: Any, tmp_path: Pat
     path = write(tmp_path / "a.jsonl", {"id": "x", "dialogue": cell})
     if not isinstance(cell, str):
         with pytest.raises(CalibrationError, match="no column 'text' but 'id, dialogue'; name the one"):
-            list(iter_documents(path, 0, chat_renderer(chatty)))
-    assert list(iter_documents(f"{path}:dialogue", 0, chat_renderer(chatty))) == [WANTED]
+            list(iter_documents(path, 0, ChatRenderer(chatty)))
+    assert list(iter_documents(f"{path}:dialogue", 0, ChatRenderer(chatty))) == [WANTED]
 
 
 def test_a_record_that_is_no_conversation_is_left_out_and_told(
@@ -191,11 +191,11 @@ def test_a_record_that_is_no_conversation_is_left_out_and_told(
     chatty.chat_template = "{% if messages|length < 2 %}{{ raise_exception('too short') }}{% endif %}" + TEMPLATE
     short = {"messages": TURNS[:1]}
     path = write(tmp_path / "a.jsonl", good, odd, good, short)
-    assert list(iter_documents(path, 0, chat_renderer(chatty))) == [WANTED] * 2
+    assert list(iter_documents(path, 0, ChatRenderer(chatty))) == [WANTED] * 2
     assert f"2 of 4 records of {path} give no text and are left out. The first: " in caplog.text
     path = write(tmp_path / "b.jsonl", good, odd, short)
     with pytest.raises(CalibrationError, match=r"2 of 3 records of .* give no text; mend them, .*The first: .*a turn"):
-        list(iter_documents(path, 0, chat_renderer(chatty)))
+        list(iter_documents(path, 0, ChatRenderer(chatty)))
 
 
 def test_a_template_is_given_up_that_takes_too_much(
@@ -217,12 +217,12 @@ def test_a_template_is_given_up_that_takes_too_much(
 
     monkeypatch.setattr(chatty, "apply_chat_template", steps)
     with pytest.raises(CalibrationError, match=r"chat template, for a conversation of .*, takes more than 0.1 seconds"):
-        list(iter_documents(path, 0, chat_renderer(chatty)))
+        list(iter_documents(path, 0, ChatRenderer(chatty)))
     assert len(calls) == 3
     assert stopped.wait(5), "no thread stays busy"
     monkeypatch.setattr(chatty, "apply_chat_template", lambda *_, **__: time.sleep(1))
     with pytest.raises(CalibrationError, match=r"takes more than 0.1 seconds"):
-        chat_renderer(chatty)(TURNS, "a")
+        ChatRenderer(chatty)(TURNS, "a")
     with pytest.raises(BoundError, match="makes 11 letters, more than 10"):
         bounded(lambda: "x" * 11, "It", most_letters=10)
     monkeypatch.setattr("oneshot.text.bounded.MOST_BYTES", 2**24)
@@ -234,7 +234,7 @@ def test_a_template_is_given_up_that_takes_too_much(
 
 def test_text_is_read_before_conversations(chatty: Any, tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", {"text": "plain", "messages": TURNS}, {"messages": TURNS})
-    assert list(iter_documents(path, None, chat_renderer(chatty))) == ["plain"]
+    assert list(iter_documents(path, None, ChatRenderer(chatty))) == ["plain"]
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_text_is_read_before_conversations(chatty: Any, tmp_path: Path) -> None:
 def test_what_is_no_conversation_is_refused(row: dict[str, Any], message: str, chatty: Any, tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", row)
     with pytest.raises(CalibrationError, match=message):
-        list(iter_documents(path, 0, chat_renderer(chatty)))
+        list(iter_documents(path, 0, ChatRenderer(chatty)))
 
 
 def test_ids_are_never_the_text_of_conversations(tmp_path: Path) -> None:
@@ -268,21 +268,21 @@ def test_a_tokenizer_without_template_or_with_a_strict_one(tokenizer: Any, tmp_p
     own = copy.deepcopy(tokenizer)
     own.chat_template = None
     with pytest.raises(CalibrationError, match="no chat template"):
-        list(iter_documents(path, 0, chat_renderer(own)))
+        list(iter_documents(path, 0, ChatRenderer(own)))
     own.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(CalibrationError, match="roles must alternate"):
-        list(iter_documents(path, 0, chat_renderer(own)))
+        list(iter_documents(path, 0, ChatRenderer(own)))
 
 
 def test_a_template_gives_no_second_bos(beginning: Any) -> None:
     beginning.chat_template = "<s>" + TEMPLATE
-    assert chat_renderer(beginning)(TURNS, "a") == WANTED
+    assert ChatRenderer(beginning)(TURNS, "a") == WANTED
 
 
 def test_a_bos_that_only_the_template_writes_stays(tokenizer: Any) -> None:
     own = copy.deepcopy(tokenizer)
     own.chat_template = "<s>" + TEMPLATE
-    assert chat_renderer(own)(TURNS, "a") == "<s>" + WANTED
+    assert ChatRenderer(own)(TURNS, "a") == "<s>" + WANTED
 
 
 # BOS

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from oneshot.api.texts import save_text
 from oneshot.errors import CalibrationError
-from oneshot.text import chat_renderer, fillings_of, iter_documents, load_text, load_token_ids
+from oneshot.text import ChatRenderer, fillings_of, iter_documents, load_text, load_token_ids
 from oneshot.text.token_rows import text_tokens
 
 PAD, END, LENGTH = 2, 1, 12
@@ -169,9 +169,9 @@ def test_what_is_not_understood_is_refused(
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps(row) + "\n")
     with pytest.raises(CalibrationError, match=message):
-        list(iter_documents(str(path), 0, chat_renderer(padded)))
+        list(iter_documents(str(path), 0, ChatRenderer(padded)))
     path.write_text("".join(json.dumps(each) + "\n" for each in (row, {"input_ids": [5]}, {"input_ids": [6]})))
-    assert sorted(iter_documents(str(path), 0, chat_renderer(padded))) == [[5], [6]]
+    assert sorted(iter_documents(str(path), 0, ChatRenderer(padded))) == [[5], [6]]
     assert "1 of 3 records" in caplog.text
     with pytest.raises(CalibrationError, match="tokens, which only models that write text read"):
         list(iter_documents(str(path), 0))
