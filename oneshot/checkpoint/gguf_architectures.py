@@ -29,6 +29,7 @@ class Architecture:
         pairs: whether the rows of queries and keys that positions turn together lie side by side.
         partly_rotary: whether positions may turn a part of each head.
         tied: whether llama.cpp has no place for an output head of its own.
+        windowed: whether llama.cpp opens a file only if some of its layers have windows.
     """
 
     model_type: str
@@ -44,6 +45,7 @@ class Architecture:
     pairs: bool = False
     partly_rotary: bool = False
     tied: bool = False
+    windowed: bool = False
 
 
 def tensor_name_map(architecture: str, num_layers: int) -> Any:
@@ -178,6 +180,7 @@ ARCHITECTURES = {
         written=_gemma2_keys,
         norm_offset=1.0,
         tied=True,
+        windowed=True,
     ),
     "gemma3": Architecture(
         "gemma3_text",

@@ -47,6 +47,8 @@ def reason_against_stating(name: str, config: Mapping[str, Any]) -> str | None:
         return f"rope_parameters: {reason}"
     if architecture.tied and not wanted["tie_word_embeddings"]:
         return "tie_word_embeddings: False"
+    if architecture.windowed and "sliding_attention" not in wanted["layer_types"]:
+        return "layer_types: no layer has a sliding window"
     metadata = {f"{name}.{key}": value for key, value in stated_keys(name, wanted).items()}
     tensors = {"token_embd.weight": GgufTensor((wanted["vocab_size"], wanted["hidden_size"]), "F32", 0, 0)}
     if not wanted["tie_word_embeddings"]:
