@@ -8,6 +8,7 @@ from oneshot_kernels import columns_without
 
 from oneshot.compression.statistics import Statistics, towards_diagonal
 from oneshot.linalg.interpolative import interpolate
+from oneshot.linalg.products import product
 from oneshot.linalg.psd import RidgeFactor
 from oneshot.machine import ALONE, Workers
 from oneshot.machine.sharing import Loads
@@ -264,7 +265,9 @@ def _energy(gram: torch.Tensor, columns: torch.Tensor, workers: Workers = ALONE)
             continue
         part, behind = columns[..., start : start + ENERGY_PANEL, :], columns[..., start + ENERGY_PANEL :, :]
         own, beside = gram[..., start : start + ENERGY_PANEL, start:].split([part.shape[-2], behind.shape[-2]], -1)
-        product = own @ part if not behind.shape[-2] else (own @ part).add_(beside @ behind, alpha=2)
-        energies[number] = (part * product).sum((-2, -1), dtype=torch.float64)
+        seen = product(own, part)
+        if behind.shape[-2]:
+            seen.add_(product(beside, behind), alpha=2)
+        energies[number] = (part * seen).sum((-2, -1), dtype=torch.float64)
     workers.sum_(energies)  # zeros from all but the owner
     return energies.sum(0)

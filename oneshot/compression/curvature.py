@@ -16,6 +16,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from oneshot.linalg.products import product
 from oneshot.machine.transfer import to_host
 
 SHRINKAGE = 0.3  # towards its mean: few tokens do not know every direction
@@ -82,7 +83,7 @@ def shrunk(gram: torch.Tensor) -> torch.Tensor:
 def mean_cost(changes: torch.Tensor, curvature: torch.Tensor) -> torch.Tensor:
     """Return the mean of `½ δᵀ G δ` over the rows of `changes (…, D)`, a float64 scalar, in nats per token."""
     rows = changes.flatten(0, -2).to(curvature)
-    return 0.5 * ((rows @ curvature) * rows).sum(-1, dtype=torch.float64).mean()
+    return 0.5 * (product(rows, curvature) * rows).sum(-1, dtype=torch.float64).mean()
 
 
 def column_costs(weight: torch.Tensor, curvature: torch.Tensor) -> torch.Tensor:
@@ -91,7 +92,7 @@ def column_costs(weight: torch.Tensor, curvature: torch.Tensor) -> torch.Tensor:
     Products are float32, as those in `G` are.
     """
     columns = weight.to(curvature)
-    return (columns * (curvature @ columns)).sum(0, dtype=torch.float64)
+    return (columns * product(curvature, columns)).sum(0, dtype=torch.float64)
 
 
 def root_of(curvature: torch.Tensor) -> torch.Tensor:

@@ -6,10 +6,11 @@ import torch
 
 from oneshot.architecture import Attention, ModelShape, Stack, Sublayer, cut
 from oneshot.compression.correction import Factors
+from oneshot.linalg.products import rounded_product
 from oneshot.machine.transfer import as_like
 from oneshot.tensors import Tensors
 
-PANEL_ROWS = 8192
+PANEL_ROWS = 2048  # of an embedding; glibc takes what has 32 MiB or more anew from the system
 
 
 def augmented_weight(tensors: Tensors, linear: str) -> torch.Tensor:
@@ -191,8 +192,12 @@ def project_input(weight: torch.Tensor, norm: torch.Tensor, basis: torch.Tensor)
 
 
 def times(weight: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """Return `weight @ matrix` in the weight's dtype and place, computed in float64 where the matrix is.
+    """Return `weight @ matrix` in the weight's dtype and place, computed where the matrix is by `rounded_product`.
 
     By panels, because embeddings are large.
     """
-    return torch.cat([as_like(as_like(panel, matrix) @ matrix, weight) for panel in weight.split(PANEL_ROWS)])
+    products = (
+        rounded_product(panel.to(matrix.device), matrix, weight.dtype).to(weight.device)
+        for panel in weight.split(PANEL_ROWS)
+    )
+    return torch.cat([*products])

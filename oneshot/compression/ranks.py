@@ -32,7 +32,8 @@ from oneshot.compression.curvature import LayerCurvature, column_costs
 from oneshot.compression.statistics import GramAccumulator, HeadGramAccumulator
 from oneshot.linalg.interpolative import spanning_columns
 from oneshot.linalg.low_rank import damped_root
-from oneshot.linalg.pca import energies_along, principal_directions
+from oneshot.linalg.pca import principal_components
+from oneshot.linalg.products import product, rounded_product
 from oneshot.machine import Workers
 from oneshot.machine.transfer import as_like
 from oneshot.stream import Layer
@@ -49,9 +50,9 @@ class Factored:
     outputs: torch.Tensor
     inputs: torch.Tensor
 
-    def whole(self) -> torch.Tensor:
-        """Return the matrix `(m, n)`."""
-        return self.outputs @ self.inputs
+    def whole(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the matrix `(m, n)` in this dtype."""
+        return rounded_product(self.outputs, self.inputs, dtype)
 
     def rows(self, kept: torch.Tensor) -> "Factored":
         """Return the matrix of these rows."""
@@ -109,29 +110,30 @@ class Ranked:
 
     def errors(self) -> torch.Tensor:
         """Return the share of the outputs' weighted energy that every rank loses; float64 `(min(m, n) + 1,)`, host."""
-        energies = energies_along(self._inside, self._directions)
+        _, energies = self._principal
         lost = suffix_sums(energies[: min(self.weight.shape)].cpu())
         return lost / lost[0].clamp_min(torch.finfo(lost.dtype).tiny)
 
     def nearest(self, rank: int) -> Factored:
         """Return the nearest matrix of a rank."""
-        directions, root = self._directions[:, :rank], self.inputs.root
+        (directions, _), root = self._principal, self.inputs.root
+        directions = directions[:, :rank]
         inputs = torch.linalg.solve_triangular(root.T, directions, upper=True).T
         return Factored(self.weight.to(root) @ (root @ directions), inputs)
 
-    @cached_property
+    @property
     def _inside(self) -> torch.Tensor:
         """Return the Gram of `W L` in the metric; products before L are in the weight's dtype, as those in H are."""
         root, dense = self.inputs.root, self.weight
         largest = self.metric.amax().clamp_min(torch.finfo(self.metric.dtype).tiny)
         metric = (self.metric / largest).to(dense)
-        weighted = metric.unsqueeze(1) * dense if metric.ndim == 1 else metric @ dense
-        return root.T @ (dense.T @ weighted).to(root) @ root
+        weighted = metric.unsqueeze(1) * dense if metric.ndim == 1 else product(metric, dense)
+        return root.T @ product(dense.T, weighted).to(root) @ root
 
     @cached_property
-    def _directions(self) -> torch.Tensor:
-        """Return the principal directions of `W L` in the metric."""
-        return principal_directions(self._inside, self.inputs.root.dtype)
+    def _principal(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the principal directions of `W L` in the metric, and the energies along them."""
+        return principal_components(self._inside, self.inputs.root.dtype)
 
 
 class RankAccumulator:
@@ -230,8 +232,9 @@ def with_ranks(tensors: Tensors, mixer: Mixer, ranks: Mapping[RankedKind, Factor
     changed = dict(tensors)
     for kind, factored in ranks.items():
         names = [f"{linear}.weight" for linear in mixer.ranked[kind]]
-        parts = factored.whole().split([len(tensors[name]) for name in names])
-        changed |= {name: as_like(part, tensors[name]) for name, part in zip(names, parts, strict=True)}
+        like = tensors[names[0]]
+        parts = factored.whole(like.dtype).to(like.device).split([len(tensors[name]) for name in names])
+        changed |= dict(zip(names, parts, strict=True))
     return changed
 
 

@@ -5,7 +5,7 @@ from functools import cache
 import torch
 from torch.nn import functional
 
-ROWS = 64  # a whole number of so many; oneDNN compiles and keeps a product for every number of rows
+MULTIPLE = 64  # of every size; oneDNN compiles and keeps a product for every shape, which takes a megabyte
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -13,9 +13,34 @@ def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
     torch multiplies float32 by MKL, which takes half the width of AVX-512 on AMD's CPUs; oneDNN takes all of it.
     """
-    if x.device.type != "cpu" or x.ndim != 2 or len(x) % ROWS or not mkl_is_narrow():
-        return functional.linear(x, weight)
-    return functional.linear(x.to_mkldnn(), weight.to_mkldnn()).to_dense()
+    return _by_onednn(x, weight) if _takes_onednn(x, weight) else functional.linear(x, weight)
+
+
+def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return `left (…, m, n) @ right (…, n, p)`; as `linear`, but oneDNN gets copies of factors that it cannot read."""
+    return _by_onednn(left, right.mT) if _takes_onednn(left, right.mT) else left @ right
+
+
+def rounded_product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return `left (m, n) @ right (n, p)` in this dtype.
+
+    Where it has 16 bits, float32 multiplies, whose rounding is far smaller; otherwise the dtype of `right` does.
+    """
+    precision = torch.float32 if dtype.itemsize == 2 else right.dtype
+    return product(left.to(precision), right.to(precision)).to(dtype)
+
+
+def _takes_onednn(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    if x.device.type != "cpu" or x.dtype != torch.float32 or x.ndim != 2 or not mkl_is_narrow():
+        return False
+    with_graph = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)  # oneDNN's has no derivative
+    return x.numel() > 0 and not any(size % MULTIPLE for size in (*x.shape, len(weight))) and not with_graph
+
+
+def _by_onednn(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return `x @ weightᵀ` by the operator that torch's compiler takes; it makes the products that float32 makes."""
+    found: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x.contiguous(), weight.contiguous(), None, "none", [], "")
+    return found
 
 
 @cache

@@ -9,8 +9,11 @@ float64 has 53. So a sum of N of them is exact, in any order, if all non-zero on
 import torch
 from oneshot_kernels import cross_gram_, sketch_
 
+from oneshot.linalg.products import linear, mkl_is_narrow
+
 PANEL_WIDTH = 256  # columns of a Gram whose products are made at once
 DEVICE_PANEL_WIDTH = 1024  # enough tiles for every multiprocessor
+TOKENS_TRANSPOSED = 1024  # at once, where oneDNN multiplies
 
 
 def add_gram_(total: torch.Tensor, rows: torch.Tensor) -> None:
@@ -22,8 +25,14 @@ def add_gram_(total: torch.Tensor, rows: torch.Tensor) -> None:
         rows: `(m, n)`, any float dtype. Products are float32.
 
     Cost: about m n² / 2 multiply-adds, and one pass over `total`; memory for a panel of `n` numbers of float32 times
-    `PANEL_WIDTH`.
+    `PANEL_WIDTH`. Where oneDNN multiplies: for columns of `TOKENS_TRANSPOSED` rows, and for a square of the width.
     """
+    if rows.device.type == "cpu" and mkl_is_narrow():
+        for part in rows.split(TOKENS_TRANSPOSED):
+            columns = _columns(part)
+            for start, stop in panels(total):
+                _add_tiles_(total[start:stop, start:], columns[start:stop], columns[start:])
+        return
     rows = _as_factors(rows)
     for start, stop in panels(total):
         _add_panel_(total[start:stop, start:], rows[:, start:stop], rows[:, start:])
@@ -37,6 +46,12 @@ def add_product_(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
     """
     if left.dtype != right.dtype:
         left, right = left.float(), right.float()
+    if left.device.type == "cpu" and mkl_is_narrow():
+        for parts in zip(left.split(TOKENS_TRANSPOSED), right.split(TOKENS_TRANSPOSED), strict=True):
+            columns, others = map(_columns, parts)
+            for start, stop in panels(total):
+                _add_tiles_(total[start:stop], columns[start:stop], others)
+        return
     left, right = _as_factors(left), _as_factors(right)
     for start, stop in panels(total):
         _add_panel_(total[start:stop], left[:, start:stop], right)
@@ -106,3 +121,14 @@ def _float32_products(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 def _add_panel_(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
     total += cross_gram_(torch.zeros(total.shape, device=total.device), left, right)
+
+
+def _columns(rows: torch.Tensor) -> torch.Tensor:
+    """Return rows `(m, n)` as columns `(n, m)` in float32, one after the other in memory."""
+    return rows.mT.contiguous().float()
+
+
+def _add_tiles_(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Add `left (n, m) @ rightᵀ (m, p)` to `total`, by tiles of few shapes: oneDNN keeps a product for every shape."""
+    for start, stop in panels(right):
+        total[:, start:stop] += linear(left, right[start:stop])

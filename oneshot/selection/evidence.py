@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from oneshot.linalg.pivoted_qr import GROUP_SIZE
+from oneshot.linalg.products import product
 from oneshot.method import Pivoting
 
 
@@ -86,7 +87,7 @@ def neuron_gram(gram: torch.Tensor, weight: torch.Tensor, curvature: torch.Tenso
     weighted Gram of `Evidence.column_weights`. Products are in the dtype of `H`, float32, as those in `H` and `G` are.
     """
     columns = weight.to(gram)
-    return (columns.T @ (curvature.to(gram) @ columns)).mul_(gram)
+    return product(columns.T, product(curvature.to(gram), columns)).mul_(gram)
 
 
 def neuron_gram_bytes(columns: int, outputs: int) -> int:

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from oneshot.linalg.products import linear
+from oneshot.linalg.products import linear, product
 
 # Rows. On a CPU glibc takes what has 32 MiB or more anew from the system.
 VOCABULARY_PANEL, DEVICE_VOCABULARY_PANEL = 2048, 8192
@@ -145,7 +145,7 @@ class OutputHead:
 
 def _weighted_rows(weights: torch.Tensor, rows: torch.Tensor, factors: torch.Tensor | None = None) -> torch.Tensor:
     """Return the sums of `rows (tokens, D)` by `weights (length, tokens)`, which the `factors` multiply in place."""
-    return (weights if factors is None else weights.mul_(factors)) @ rows
+    return product(weights if factors is None else weights.mul_(factors), rows)
 
 
 def _weighted_sum(weights: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:

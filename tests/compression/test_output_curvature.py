@@ -45,7 +45,9 @@ def test_ranks_are_the_best_in_a_metric_of_the_outputs(seed: int, rows: int, col
     u, singular, vt = scipy.linalg.svd(left @ weight @ right, full_matrices=False)
     best = np.linalg.inv(left) @ (u[:, :rank] * singular[:rank]) @ vt[:rank] @ np.linalg.inv(right)
     linear = Ranked(torch.from_numpy(weight), Inputs(torch.from_numpy(gram)), torch.from_numpy(metric))
-    np.testing.assert_allclose(linear.nearest(rank).whole().numpy(), best, atol=1e-5 * np.abs(best).max(), rtol=1e-5)
+    np.testing.assert_allclose(
+        linear.nearest(rank).whole(torch.float64).numpy(), best, atol=1e-5 * np.abs(best).max(), rtol=1e-5
+    )
     shares = [(singular[kept:] ** 2).sum() / (singular**2).sum() for kept in range(len(singular) + 1)]
     np.testing.assert_allclose(linear.errors().numpy(), shares, rtol=1e-5, atol=1e-9)
 

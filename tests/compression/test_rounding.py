@@ -95,7 +95,7 @@ def test_stored_numbers_are_read_as_the_rounded_weight(
 def low_rank() -> tuple[torch.Tensor, Factored]:
     """A matrix `(80, 32)` of rank 16, and its factors."""
     factored = Factored(torch.randn(80, 16, dtype=torch.float64), torch.randn(16, 32, dtype=torch.float64))
-    return factored.whole(), factored
+    return factored.whole(torch.float64), factored
 
 
 @pytest.mark.parametrize("scheme", SCHEMES[:1] + SCHEMES[3:4], ids=lambda scheme: scheme.name)
@@ -108,18 +108,18 @@ def test_what_a_low_rank_reads_through_is_fitted_to_its_rounded_columns(
 
     def lost() -> tuple[float, Rounded]:
         found = round_linears(mixer, ["gate"], weights, {"gate": factored}, inputs.T @ inputs, TOKENS, scheme)
-        errors = inputs @ (whole - found.ranks["gate"].whole()).T
+        errors = inputs @ (whole - found.ranks["gate"].whole(torch.float64)).T
         return float(errors.square().sum() / (inputs @ whole.T).square().sum()) ** 0.5, found
 
     fitted, found = lost()
     assert found.errors["gate"] == pytest.approx(fitted, rel=1e-9)
     columns, others, order = found.ranks["gate"].columns()
     read = torch.cat((torch.eye(16, dtype=torch.float64), others.T), dim=1)[:, order.argsort()]
-    torch.testing.assert_close(columns @ read, found.ranks["gate"].whole())
+    torch.testing.assert_close(columns @ read, found.ranks["gate"].whole(torch.float64))
     of_scheme = scheme.for_scales([found.scales["gate.weight"]])
     of_scheme.packed("gate", columns.bfloat16(), found.scales["gate.weight"])  # which says if they cannot be stored
     dead = round_linears(mixer, ["gate"], weights, {"gate": factored}, torch.zeros(32, 32), TOKENS, scheme)
-    assert bool(dead.ranks["gate"].whole().isfinite().all())  # no token has reached it
+    assert bool(dead.ranks["gate"].whole(torch.float64).isfinite().all())  # no token has reached it
     monkeypatch.setattr("oneshot.compression.rounding._better_inputs", lambda columns, made, *_: made)
     assert fitted < 0.9 * lost()[0]
 

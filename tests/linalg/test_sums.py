@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oneshot_kernels.count_sketch import reference
 
-from oneshot.linalg.sums import PANEL_WIDTH, add_gram_, add_product_, add_sketch_, as_float32, finished_gram
+from oneshot.linalg.sums import (
+    PANEL_WIDTH,
+    TOKENS_TRANSPOSED,
+    add_gram_,
+    add_product_,
+    add_sketch_,
+    as_float32,
+    finished_gram,
+)
 
 SKETCH_SIZE = 24
 ROWS = 16
@@ -78,3 +86,20 @@ def test_sums_are_numpys(columns: int, dtype: torch.dtype) -> None:
     ):
         assert got.dtype == torch.float32
         assert (np.abs(got.numpy() - expected.numpy()) <= 1e-6 * scale).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "columns"), [(64, 64), (TOKENS_TRANSPOSED + 70, PANEL_WIDTH + 64), (5, 7)])
+def test_onednn_sums_as_numpy(rows: int, columns: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where MKL is narrow, tiles of transposed rows are multiplied, and what does not fit by MKL."""
+    for module in ("sums", "products"):
+        monkeypatch.setattr(f"oneshot.linalg.{module}.mkl_is_narrow", lambda: True)
+    left = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)).to(dtype)
+    right = left[:, : columns // 2 + 1].flip(0)
+    gram, product = torch.ones(columns, columns).double(), torch.ones(columns, right.shape[1]).double()
+    with torch.inference_mode():
+        add_gram_(gram, left)
+        add_product_(product, left, right)
+    exact = left.double().numpy()
+    np.testing.assert_allclose(gram.triu(), np.triu(exact.T @ exact + 1), atol=1e-3, rtol=1e-5)
+    np.testing.assert_allclose(product, exact.T @ right.double().numpy() + 1, atol=1e-3, rtol=1e-5)

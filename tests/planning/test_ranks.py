@@ -67,7 +67,7 @@ def test_the_factors_are_the_best_of_their_rank(
     gram = inputs.T @ inputs
     linear = Ranked(weight, Inputs(gram), weights)
     found = linear.nearest(rank)
-    whole = found.whole().float()
+    whole = found.whole(torch.float64).float()
     kept, others, order = found.columns()
     assert sorted(order.tolist()) == list(range(columns))
     assert kept.shape == (rows, rank)
