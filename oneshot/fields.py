@@ -62,7 +62,7 @@ def check_values(record: Any) -> None:
         value = getattr(record, name)
         words = [kind for kind in kinds if isinstance(kind, str)]
         if isinstance(value, str) and words and value not in words:
-            expected = "a number or " if _takes_numbers(kinds) else "one of "
+            expected = "a number or " if int in kinds or float in kinds else "one of "
             similar = did_you_mean(value, words)
             raise ConfigError(f"{display(name, value)} is not {expected}{', '.join(words)}{similar}")
         if not any(_is(value, kind) for kind in kinds):
@@ -93,10 +93,6 @@ def _is(value: Any, kind: Any) -> bool:
     if kind in (int, float):
         return isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
     return isinstance(value, get_origin(kind) or kind)
-
-
-def _takes_numbers(kinds: list[Any]) -> bool:
-    return any(kind in (int, float) for kind in kinds)
 
 
 def _described(kinds: list[Any]) -> str:

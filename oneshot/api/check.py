@@ -43,10 +43,6 @@ CHECK = "checking the result on held-out text"  # the stage of a run
 Step = Callable[[str], None]  # is told what the check does now
 
 
-def _silent(step: str) -> None:
-    pass
-
-
 def check_result(
     config: Config, report: Report, tracker: Tracker, *, question: str | None, words: Callable[[str], str] = str
 ) -> Report:
@@ -60,7 +56,7 @@ def check_result(
     return add_check(Path(config.output).expanduser(), report, check)
 
 
-def quick_check(config: Config, report: Report, *, question: str | None = None, step: Step = _silent) -> Check:
+def quick_check(config: Config, report: Report, *, question: str | None = None, step: Step = lambda _: None) -> Check:
     """Measure the result of a run beside its original, one model in memory at a time.
 
     It reads text of the same source that the run did not read, and never more than a sixteenth of the run's tokens or

@@ -29,8 +29,8 @@ def as_stored(family: Description, config: dict[str, Any], names: Collection[str
         return family.stored_as(names)
     if predicts_tokens(config):
         return family
-    bare = family.stack.embedding not in names
-    stack = family.stack.moved(_base(family), "") if bare else family.stack
+    base = family.stack.embedding.partition(".")[0] + "."  # of a class with a head, such as `model.`
+    stack = family.stack if family.stack.embedding in names else family.stack.moved(base, "")
     return replace(
         family,
         stack=stack,
@@ -39,8 +39,3 @@ def as_stored(family: Description, config: dict[str, Any], names: Collection[str
         like_llama=True,
         unsupported={**family.unsupported, **UNSUPPORTED},
     )
-
-
-def _base(family: Description) -> str:
-    """Return the module of a class with a head that holds everything else, such as `model.`."""
-    return family.stack.embedding.partition(".")[0] + "."

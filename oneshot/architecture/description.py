@@ -11,14 +11,13 @@ from typing import Any
 import torch
 
 from oneshot.architecture.carried import Carried
-from oneshot.architecture.features import Feature
 from oneshot.architecture.further import FurtherNames
 from oneshot.architecture.fused import stored_shapes
 from oneshot.architecture.resizing import set_widths
 from oneshot.architecture.shapes import ModelShape
 from oneshot.architecture.stack import Stack
 from oneshot.architecture.sublayers import Sublayer
-from oneshot.architecture.unsupported import reason_against
+from oneshot.architecture.unsupported import Feature, reason_against
 
 
 @dataclass(frozen=True)

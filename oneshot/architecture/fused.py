@@ -18,7 +18,8 @@ def split(tensors: Mapping[str, torch.Tensor], stack: Stack) -> Tensors:
     """
     split_up = _transposed(tensors if stack.experts is None else stack.experts.from_class(tensors), stack)
     for fused, linears in stack.fused.items():
-        first = split_up[f"{stack.writer_of(linears[0])}.weight"].shape[1]
+        writer = next(each.writer for each in stack.sublayers if linears[0] in each.readers)
+        first = split_up[f"{writer}.weight"].shape[1]
         for part in PARTS:
             whole = split_up.pop(f"{fused}.{part}", None)
             if whole is not None:

@@ -226,14 +226,9 @@ def _size(family: Description, config: dict[str, Any], key: str, default: int | 
 
 def _width(family: Description, config: dict[str, Any], hidden_size: int) -> int:
     """Return the width of an FFN, or of one expert."""
-    key, width = family.sizes.intermediate_size, family.stated_width(config)
+    key, width, factor = family.sizes.intermediate_size, family.stated_width(config), family.sizes.width_factor
     stated = config if width is None else config | {key: width}
-    return _size(family, stated, key, _default_width(family, hidden_size))
-
-
-def _default_width(family: Description, hidden_size: int) -> int | None:
-    factor = family.sizes.width_factor
-    return None if factor is None else factor * hidden_size
+    return _size(family, stated, key, None if factor is None else factor * hidden_size)
 
 
 def _num_layers(

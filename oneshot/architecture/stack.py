@@ -86,10 +86,6 @@ class Stack:
         """Return whether all sublayers of a layer read one norm."""
         return self.parallel and len({sublayer.norm.name for sublayer in self.sublayers}) == 1
 
-    def writer_of(self, reader: str) -> str:
-        """Return the writer of the sublayer that a linear belongs to."""
-        return next(each.writer for each in self.sublayers if reader in each.readers)
-
     def stored_linear(self, linear: str) -> str:
         """Return the linear that the checkpoint stores a linear in."""
         return next((fused for fused, parts in self.fused.items() if linear in parts), linear)

@@ -10,7 +10,7 @@ class TokenInputs:
 
     Of the stream `x` and the layer's `width` numbers `p` of the token, a layer adds
     `after(out(activation(gate(x)) * p))`. The stock model makes `p` of the table and of the token's embedding
-    (`stream/token_inputs`).
+    (`stream/memory`).
 
     Attributes:
         table, projection, norm: modules of the model; the first two have `width` columns or rows for every layer.

@@ -1,14 +1,32 @@
-"""Features that a family cannot have because of what its layers are, each with a sentence and the remedy."""
+"""Features that some families cannot have because of what their layers are, each with a sentence and the remedy."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from oneshot.architecture.carried import Carried
-from oneshot.architecture.features import Feature
 from oneshot.architecture.resizing import FIXED_HEADS_ALONE, NO_FFN_BIASES, NO_HIDDEN_SIZE, ONLY_STOCK
 
 if TYPE_CHECKING:
     from oneshot.architecture.description import Description
+
+Feature = Literal[
+    "heads",
+    "hidden size",
+    "ffn biases",
+    "up_proj",
+    "queries and keys",
+    "embedding ranks",
+    "self text",
+    "profile",
+    "depth",
+    "latency",
+    "experts",
+    "sketch",
+    "moments",
+    "neuron scores",
+    "held-out damping",
+    "per-layer form",
+]
 
 # features of which only families with Llama's layers are known to have them
 UNLIKE_LLAMA: Mapping[Feature, str] = {

@@ -6,7 +6,6 @@ from oneshot.checkpoint.gguf import GgufCheckpoint, open_gguf
 from oneshot.checkpoint.journal import Journal
 from oneshot.checkpoint.locate import locate_checkpoint, open_headers, open_model
 from oneshot.checkpoint.model import Model, identify
-from oneshot.checkpoint.place import output_folder, refuse_file, refuse_place, refuse_unwritable
 from oneshot.checkpoint.reader import IMPORTANCE_NAME, Checkpoint
 from oneshot.checkpoint.saved import peek_fingerprint, peek_saved
 from oneshot.checkpoint.stock import (
@@ -26,4 +25,11 @@ from oneshot.checkpoint.stock import (
     with_kept_layers,
     without_head,
 )
-from oneshot.checkpoint.work_folder import refuse_output, remove_leftovers
+from oneshot.checkpoint.work_folder import (
+    output_folder,
+    refuse_file,
+    refuse_output,
+    refuse_place,
+    refuse_unwritable,
+    remove_leftovers,
+)

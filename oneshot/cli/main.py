@@ -5,8 +5,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from oneshot.cli.signals import interruptible
-from oneshot.cli.streams import lasting_streams, told
+from oneshot.cli.process import interruptible, lasting_streams, told
 from oneshot.parsing import did_you_mean
 from oneshot.version import __version__
 

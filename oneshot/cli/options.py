@@ -11,7 +11,7 @@ from dataclasses import fields
 from typing import Any, get_args, get_type_hints
 
 from oneshot.cli.parser import OneOf
-from oneshot.cli.streams import told
+from oneshot.cli.process import told
 from oneshot.config import Config, Dtype, FormChoice, MachineOptions, QuantiseName, SaveDtype, TextOptions
 from oneshot.errors import ConfigError, OneshotError
 from oneshot.method import Method

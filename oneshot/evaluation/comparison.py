@@ -96,7 +96,11 @@ def side_by_side(evaluations: Sequence[Evaluation]) -> Comparison:
     """Return the numbers of models with the names of their rows, and what each score means in words."""
     rows = [_rows(evaluation) for evaluation in evaluations]
     words = [_bos_sentence(evaluation) for evaluation in evaluations]
-    words += [f"{Path(one.checkpoint).name}: {in_words(one)}" for one in evaluations if one.score is not None]
+    for one in evaluations:
+        if one.score is not None:
+            texts = "this text" if len(one.perplexity) == 1 else f"these {len(one.perplexity)} texts"
+            meaning = f"perplexity × {one.score:.2f} on {texts}: {verdict(one.score)}."
+            words.append(f"{Path(one.checkpoint).name}: {meaning}")
     return Comparison(
         tuple(Path(evaluation.checkpoint).name for evaluation in evaluations),
         {name: tuple(row.get(name) for row in rows) for name in dict.fromkeys(name for row in rows for name in row)},
@@ -120,13 +124,6 @@ def print_evaluations(evaluations: Sequence[Evaluation], console: Console | None
     console.print(table)
     for sentence in compared.words:
         console.print(Text(printable(sentence)))
-
-
-def in_words(evaluation: Evaluation) -> str:
-    """Return what the score of a model beside its baseline means."""
-    assert evaluation.score is not None
-    texts = "this text" if len(evaluation.perplexity) == 1 else f"these {len(evaluation.perplexity)} texts"
-    return f"perplexity × {evaluation.score:.2f} on {texts}: {verdict(evaluation.score)}."
 
 
 class Evaluations(list[Evaluation]):

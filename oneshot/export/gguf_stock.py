@@ -6,7 +6,6 @@ file is read as this one is, and its config.json is the stock one.
 
 import math
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +55,15 @@ class StockGgufForm(GgufFolder, StockForm):
         name, config = str(own_architecture(model.family.model_type)), complete_config(self.config(model, plan))
         names = tensor_name_map(name, len(plan.kept_layers))
         offset = np.float32(ARCHITECTURES[name].norm_offset)
+
+        def as_converted(norm: np.ndarray) -> np.ndarray:
+            return np.asarray(as_float32(norm) + offset)
+
         tensors = [
             stored_tensor(
                 names,
                 place,
-                partial(_with_offset, offset=offset) if place.name.endswith("norm.weight") else None,
+                as_converted if place.name.endswith("norm.weight") else None,
                 quantised=save_dtype == "q8_0",
             )
             for place in journal.stored()
@@ -68,11 +71,6 @@ class StockGgufForm(GgufFolder, StockForm):
         path, stack = journal.partial / FILE_NAME, self.grid(model).stack(plan)
         write_file(path, model, stack, name, stated_keys(name, config), tensors, advance)
         return verify_stock_gguf(path, config)
-
-
-def _with_offset(values: np.ndarray, offset: np.float32) -> np.ndarray:
-    """Return the weights of a norm as the converter stores them, in float32."""
-    return np.asarray(as_float32(values) + offset)
 
 
 def verify_stock_gguf(path: Path, config: dict[str, Any]) -> int:

@@ -87,7 +87,8 @@ class Vocabulary:
             elif number in added:
                 if not added[number].normalized:  # llama.cpp looks for the normalised token
                     name = tokenizer.decode(tokenizer.encode(name, add_special_tokens=False))
-                kind = TokenType.CONTROL if added[number].special or _marks(name) else TokenType.USER_DEFINED
+                marks = name.startswith("<|") and name.endswith("|>")  # structure, whatever the tokenizer says
+                kind = TokenType.CONTROL if added[number].special or marks else TokenType.USER_DEFINED
                 if self.model == "llama" and name == tokenizer.unk_token:
                     kind = TokenType.UNKNOWN
                 if kind == TokenType.USER_DEFINED:
@@ -146,8 +147,3 @@ def split_rules(splits: dict[str, Any], ignores_merges: bool) -> str:
         "--form gguf does not know how this tokenizer splits text into words; use --form stock or nemotron-nas, and "
         "llama.cpp's own converter."
     )
-
-
-def _marks(token: str) -> bool:
-    """Return whether a token looks like a mark of structure, whatever its tokenizer says."""
-    return token.startswith("<|") and token.endswith("|>")

@@ -30,11 +30,10 @@ TYPES = {
 }
 
 
-def reason_against_quantising() -> str | None:
-    """Return a sentence why nothing can be quantised; None if the package is there."""
+def refuse_without_quantisers() -> None:
+    """Raise `PlanError` if nothing can be quantised, because the package is not there."""
     if importlib.util.find_spec("libgguf") is None:
-        return "--bits and --max-file-size need the package libgguf; run pip install 'oneshot-llm[quantise]'."
-    return None
+        raise PlanError("--bits and --max-file-size need the package libgguf; run pip install 'oneshot-llm[quantise]'.")
 
 
 def types_of(columns: int) -> tuple[str, ...]:
@@ -99,13 +98,6 @@ def usable_importance(importance: np.ndarray | None) -> np.ndarray | None:
     if importance is None or not importance.any():
         return None
     return importance + 1e-6 * float(importance.mean())
-
-
-def refuse_without_quantisers() -> None:
-    """Raise `PlanError` if nothing can be quantised."""
-    reason = reason_against_quantising()
-    if reason is not None:
-        raise PlanError(reason)
 
 
 def _kind(name: str) -> Any:

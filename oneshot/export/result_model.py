@@ -40,7 +40,7 @@ class ResultModel:
 
     Attributes:
         source: the tensors of the file, by the names of the per-layer form. num_layers: its layers.
-        embedding_scale: what the first layer reads of the embedding's rows.
+        embedding_scale: what the first layer reads of the embedding's rows. hidden_size: of the states.
     """
 
     source: "RestoredModel | GgufCheckpoint"
@@ -52,9 +52,10 @@ class ResultModel:
         self._whole = empty_model(self.config)
         self.batches, self.num_layers = text.batches(machine.batch_size), len(self._whole.model.layers)
         self.num_tokens, base = text.num_tokens, self._whole.model
+        self.hidden_size = base.config.hidden_size
         with machine.device:
             positions = torch.arange(text.longest).unsqueeze(0)
-            example = torch.zeros(1, text.longest, base.config.hidden_size, dtype=machine.dtype)
+            example = torch.zeros(1, text.longest, self.hidden_size, dtype=machine.dtype)
             self._turned = type(base.rotary_emb)(base.rotary_emb.config)(example, positions)
 
     @property
@@ -64,16 +65,19 @@ class ResultModel:
 
     def store(self) -> ActivationStore:
         """Return a place for states of the text."""
-        return ActivationStore(self.num_tokens, self._whole.config.hidden_size, self.machine)
+        return ActivationStore(self.num_tokens, self.hidden_size, self.machine)
 
     def embedded(self, table: torch.Tensor | None = None) -> ActivationStore:
         """Return the states before the first layer. `table`: the embedding `(N, D)`; None: the file's."""
         weight = self.table(EMBEDDING) if table is None else table
         store = self.store()
         for batch in self.batches:
-            rows = nn.functional.embedding(batch.token_ids, weight)
-            store.write(batch.rows, uploaded(rows, self.machine.device).to(self.machine.dtype))
+            store.write(batch.rows, self._embed(weight, batch))
         return store
+
+    def _embed(self, weight: torch.Tensor, batch: Batch) -> torch.Tensor:
+        rows = nn.functional.embedding(batch.token_ids, weight)
+        return uploaded(rows, self.machine.device).to(self.machine.dtype)
 
     def table(self, name: str) -> torch.Tensor:
         """Return the embedding or the output head `(N, D)` in float32."""

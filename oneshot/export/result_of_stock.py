@@ -6,11 +6,11 @@ import torch
 
 from oneshot.checkpoint import GgufCheckpoint, identify
 from oneshot.checkpoint.safe_files import read_config
-from oneshot.export.result_model import EMBEDDING, ResultLayer, ResultModel
+from oneshot.export.result_model import ResultLayer, ResultModel
 from oneshot.families import COMPRESSED_MODEL_TYPE
 from oneshot.machine import Machine
-from oneshot.stream import ActivationStore, LayerBuilder, OutputHead
-from oneshot.text import Text
+from oneshot.stream import LayerBuilder, OutputHead
+from oneshot.text import Batch, Text
 
 
 def open_result(path: Path, text: Text, machine: Machine) -> ResultModel:
@@ -33,17 +33,10 @@ class StockResult(ResultModel):
         self.num_layers = self._model.shape.num_hidden_layers
         self.embedding_scale = self._model.family.stack.embedding_scale
         self._builder = LayerBuilder(self._model, machine, text.longest)
+        self.hidden_size = self._model.shape.hidden_size
 
-    def store(self) -> ActivationStore:
-        """Return a place for states of the text."""
-        return ActivationStore(self.num_tokens, self._model.shape.hidden_size, self.machine)
-
-    def embedded(self, table: torch.Tensor | None = None) -> ActivationStore:
-        """Return the states before the first layer, by the file's embedding or by another `table (N, D)`."""
-        store, weight = self.store(), self.table(EMBEDDING) if table is None else table
-        for batch in self.batches:
-            store.write(batch.rows, self._builder.embed(weight, batch))
-        return store
+    def _embed(self, weight: torch.Tensor, batch: Batch) -> torch.Tensor:
+        return self._builder.embed(weight, batch)
 
     def layer(self, number: int) -> ResultLayer:
         """Return a layer on the compute device."""

@@ -6,7 +6,6 @@ token in every layer. Their last layers have no keys and values: they read the k
 before them whose attention is of their type, and in the E2B their FFNs are twice as wide as the others.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -128,11 +127,6 @@ def _with_half_width(keys: Sizes, config: dict[str, Any], shape: ModelShape) -> 
     return set_width(keys, config, replace(shape, intermediate_size=shape.intermediate_size // 2))
 
 
-def _with_borrowed(flags: Sequence[bool]) -> dict[str, Any]:
-    """Return what a config states of a model whose last layers borrow keys and values where the flags say so."""
-    return {BORROWERS: sum(flags)}
-
-
 GEMMA4 = Description(
     "gemma4_text",
     Stack(
@@ -147,6 +141,6 @@ GEMMA4 = Description(
     variant=variant,
     mixers={"sliding_attention": WINDOWS, "full_attention": None},
     last_differs=True,
-    with_borrowed=_with_borrowed,
+    with_borrowed=lambda flags: {BORROWERS: sum(flags)},
     alone={TOKEN_WIDTH: 0, BORROWERS: 0},
 )

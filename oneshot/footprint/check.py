@@ -63,21 +63,16 @@ def check_stages(work: Work, gguf: GgufCheckpoint | None, result_bytes: int) -> 
             Stage(f"the check of the {name}", (*held, *passed), has_states=False),
         ]
 
+    original_bytes = float(work.model_bytes)
+    if gguf is not None:  # the pages of the file, and what one tensor takes while it is dequantised
+        largest = max(map(math.prod, gguf.shapes.values()))
+        original_bytes = gguf.file_bytes + terms.DEQUANTISED * torch.float32.itemsize * largest
     same = work.same_dtype and shape.experts is None  # files hold experts one by one, and the class together
-    original = of_model(
-        "original",
-        shape.stack().stored_parameters(),
-        work.model_bytes if gguf is None else _gguf_bytes(gguf),
-        is_mapped=same and gguf is None,
-    )
+    parameters = shape.stack().stored_parameters()
+    original = of_model("original", parameters, original_bytes, is_mapped=same and gguf is None)
     is_mapped = saved == work.dtype and not keeps_dtype and shape.experts is None
     result = of_model("result", work.grid.stack(plan).stored_parameters(), result_bytes, is_mapped=is_mapped)
     return [*original, *result]
-
-
-def _gguf_bytes(gguf: GgufCheckpoint) -> float:
-    """Return the pages of the file, and what one tensor takes while it is dequantised."""
-    return gguf.file_bytes + terms.DEQUANTISED * torch.float32.itemsize * max(map(math.prod, gguf.shapes.values()))
 
 
 def check_seconds(work: Work, rates: Rates) -> float:

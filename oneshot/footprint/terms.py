@@ -12,8 +12,8 @@ from oneshot.linalg.sums import DEVICE_PANEL_WIDTH, PANEL_WIDTH
 from oneshot.method import SelectorName
 from oneshot.selection import Cost, Extent, find_selector
 from oneshot.selection.evidence import neuron_gram_bytes
+from oneshot.stream.memory import TOKENS_TOGETHER
 from oneshot.stream.output_head import panel_rows
-from oneshot.stream.token_inputs import TOKENS_TOGETHER
 
 HEAP_BLOCK_BYTES = 32 * 2**20  # smaller blocks stay in glibc's heap when they are freed
 FLOAT, DOUBLE = 4, 8
@@ -189,13 +189,9 @@ def gram(work: Work, size: int, *, residual: bool) -> Term:
 def sums(work: Work, size: int, *, residual: bool) -> tuple[Term, ...]:
     """Return what `gram` is summed in, and the larger of a panel of products and the finished float32 Gram."""
     numbers = size * (size + residual * work.shape.hidden_size)
-    return computed(DOUBLE * numbers), computed(max(_panel(work, size), FLOAT * size * size))
-
-
-def _panel(work: Work, size: int) -> int:
-    """Return the bytes of the products that are added to a Gram at once."""
     width = DEVICE_PANEL_WIDTH if work.on_cuda else PANEL_WIDTH
-    return (FLOAT + (not work.on_cuda) * DOUBLE) * min(width, size) * size  # a CPU adds a copy of them in float64
+    panel = (FLOAT + (not work.on_cuda) * DOUBLE) * min(width, size) * size  # a CPU adds a copy of them in float64
+    return computed(DOUBLE * numbers), computed(max(panel, FLOAT * size * size))
 
 
 def choice(work: Work, size: int, kept: int, selector: SelectorName) -> Term:

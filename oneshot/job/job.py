@@ -153,7 +153,9 @@ class Job:
         asked = config.target
         finds_size = asked.max_loss is not None or asked.finds_share or asked.budget == "latency"
         if by_profile and dry and config.profile is not None and not finds_size:
-            self._predict_sizes(self._of_profile(config.profile, wanted), is_final=True)
+            measured = load_profile(Path(config.profile).expanduser())
+            damages = profiled_damages(measured, run.method.allocation, run.grid)
+            self._predict_sizes(make_plan(run.grid, run.method, wanted, damages, self.budget), is_final=True)
         elif by_profile and self.budget.unit == "parameters":  # not the parameters of equal layers
             self._predict_sizes(self.plan, is_final=False, parameters=round(self.budget.target))
 
@@ -163,12 +165,6 @@ class Job:
         stored = self.footprint.stored_parameters | {"compressed": parameters}
         result_bytes, _ = file_bytes(self.run, self.config, parameters, plan, is_final=is_final)
         self.footprint = replace(self.footprint, stored_parameters=stored, result_bytes=result_bytes)
-
-    def _of_profile(self, folder: str, target: Target) -> Plan:
-        """Return the plan that a profile will give."""
-        run = self.run
-        damages = profiled_damages(load_profile(Path(folder).expanduser()), run.method.allocation, run.grid)
-        return make_plan(run.grid, run.method, target, damages, self.budget)
 
     def _scheduled(self, asks_less: bool) -> Schedule:
         """Return the stages, which the run hears of; `asks_less`: whether the budget is below the dense model's."""

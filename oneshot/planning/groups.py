@@ -3,13 +3,13 @@
 from dataclasses import dataclass, replace
 from math import gcd
 
-from oneshot.architecture import RANKED_KINDS, ModelShape
+from oneshot.architecture import RANKED_KINDS
 from oneshot.config import Target
 from oneshot.method import Method
 from oneshot.planning.budget import width_step
 from oneshot.planning.grid import Grid
 from oneshot.planning.options import head_sizes, inner_sizes, rank_options
-from oneshot.planning.plan import LayerPlan, Plan
+from oneshot.planning.plan import Plan
 from oneshot.planning.serving import inputs_of
 
 GROUPS = (32, 64, 128)  # of the kernels of quantisers
@@ -37,7 +37,11 @@ def quantiser_groups(grid: Grid, method: Method, plan: Plan, target: Target, *, 
     shape = grid.shape
     whole = plan if target.states_hidden_size else replace(plan, hidden=None)
     if target.intermediate_size is None and not target.inner_rate:
-        whole = replace(whole, layers=tuple(_with_all_neurons(shape, at, one) for at, one in enumerate(whole.layers)))
+        layers = (  # with their whole FFNs, if they stay
+            one if one.is_left_out else replace(one, intermediate_size=shape.of(at).intermediate_size)
+            for at, one in enumerate(whole.layers)
+        )
+        whole = replace(whole, layers=tuple(layers))
     stepped, fixed = (
         {
             size
@@ -60,8 +64,3 @@ def quantiser_groups(grid: Grid, method: Method, plan: Plan, target: Target, *, 
         stepped |= fixed
     allowed = [{size for size in sizes if size % grid.serving.group == 0} for sizes in (stepped, fixed)]
     return Groups(*(gcd(*sizes) for sizes in allowed))
-
-
-def _with_all_neurons(shape: ModelShape, number: int, kept: LayerPlan) -> LayerPlan:
-    """Return a layer's plan with its whole FFN, if it stays."""
-    return kept if kept.is_left_out else replace(kept, intermediate_size=shape.of(number).intermediate_size)

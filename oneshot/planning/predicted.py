@@ -5,8 +5,10 @@ Without a profile, fits to sizes that were measured say which loss to expect (do
 
 import contextlib
 import math
+from bisect import bisect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 
 from oneshot.architecture import ModelShape
 from oneshot.config import Target
@@ -35,6 +37,13 @@ def with_share(target: Target, share: float) -> Target:
     return replace(target, sparsity=share, parameters=None, size_bytes=None, max_loss=None, loss_scale=None)
 
 
+def _plan_without(share: float, grid: Grid, method: Method, target: Target, damages: Damages) -> Plan | None:
+    """Return the plan that removes a share of the stored parameters; None if no plan is so small."""
+    with contextlib.suppress(PlanError, ConfigError):
+        return make_plan(grid, method, with_share(target, share), damages)
+    return None
+
+
 def within_loss(grid: Grid, method: Method, target: Target, damages: Damages, sensitivity: Damages) -> Target:
     """Return the target of the largest share that may go by the predicted loss, in steps of half a per cent.
 
@@ -50,16 +59,10 @@ def within_loss(grid: Grid, method: Method, target: Target, damages: Damages, se
     allowed = math.log1p(target.max_loss)
 
     def predicted(steps: int) -> float:
-        try:
-            plan = make_plan(grid, method, with_share(target, steps * LEAST_SHARE), damages)
-        except (ConfigError, PlanError):  # no plan is so small
-            return math.inf
-        return scale * predicted_damage(plan, sensitivity)
+        plan = _plan_without(steps * LEAST_SHARE, grid, method, target, damages)
+        return math.inf if plan is None else scale * predicted_damage(plan, sensitivity)
 
-    fits, exceeds = 0, MOST
-    while exceeds - fits > 1:
-        steps = (fits + exceeds) // 2
-        fits, exceeds = (steps, exceeds) if predicted(steps) <= allowed else (fits, steps)
+    fits = bisect(range(1, MOST), allowed, key=predicted)
     if not fits:
         raise PlanError(
             f"Removing {LEAST_SHARE:.1%} of the parameters is predicted to raise the perplexity by "
@@ -101,27 +104,26 @@ def beside_rounding(
 
     Raises `PlanError` if no share is small enough.
     """
-    tried: dict[int, tuple[float, float]] = {}
+
+    @cache
+    def losses(steps: int) -> tuple[float, float]:
+        plan = _plan_without(steps * LEAST_SHARE, grid, method, target, damages)
+        if plan is None:
+            return math.inf, math.inf
+        return LOST_BESIDE_ROUNDING * predicted_damage(plan, sensitivity), rounding(plan)
 
     def total(steps: int) -> float:
-        if steps not in tried:
-            try:
-                plan = make_plan(grid, method, with_share(target, steps * LEAST_SHARE), damages)
-            except (ConfigError, PlanError):  # no plan is so small
-                tried[steps] = math.inf, math.inf
-            else:
-                tried[steps] = LOST_BESIDE_ROUNDING * predicted_damage(plan, sensitivity), rounding(plan)
-        return sum(tried[steps])
+        return sum(losses(steps))
 
     best = 0
     for steps in range(0, MOST + 1, COARSE):
         best = min(best, steps, key=total)
-        if math.isfinite(total(best)) and tried[steps][0] >= total(best):  # more removal only loses more
+        if math.isfinite(total(best)) and losses(steps)[0] >= total(best):  # more removal only loses more
             break
     best = min(range(max(0, best - COARSE + 1), min(MOST, best + COARSE)), key=total)
     if not math.isfinite(total(best)):
         raise PlanError("No size of this model's layers is small enough for --max-file-size; give more.")
-    return SharedLoss(with_share(target, round(best * LEAST_SHARE, 3)), *tried[best], tried[0][1])
+    return SharedLoss(with_share(target, round(best * LEAST_SHARE, 3)), *losses(best), losses(0)[1])
 
 
 def predicted_divergences(
@@ -151,11 +153,9 @@ def predicted_curve(grid: Grid, method: Method, target: Target, damages: Damages
     Args:
         method: settled for this grid. damages: by `sensitivity`.
     """
-    curve = {}
-    for share in CURVE_SHARES if target.budget == "parameters" else ():
-        with contextlib.suppress(PlanError, ConfigError):
-            curve[str(share)] = predicted_damage(make_plan(grid, method, with_share(target, share), damages), damages)
-    return curve
+    shares = CURVE_SHARES if target.budget == "parameters" else ()
+    plans = {str(share): _plan_without(share, grid, method, target, damages) for share in shares}
+    return {share: predicted_damage(plan, damages) for share, plan in plans.items() if plan is not None}
 
 
 MANY_NEURONS = 0.5  # the share of FFN neurons beyond which equal layers are warned of

@@ -24,11 +24,7 @@ def layer_table(report: Report) -> tuple[list[str], list[list[str]]]:
     row.
     """
     layers, dense = report.plan["layers"], report.dense_shape
-
-    def is_changed(name: str) -> bool:
-        return any(layer.get(name) not in (None, dense.get(name)) for layer in layers)
-
-    shown = [name for name in COLUMNS if is_changed(name)]
+    shown = [name for name in COLUMNS if any(layer.get(name) not in (None, dense.get(name)) for layer in layers)]
     if not shown:
         return [], []
     rows: list[list[str]] = []

@@ -328,3 +328,15 @@ def with_parts(module: nn.Module, stack: Stack) -> nn.Module:
             module.get_submodule(path).add_module(own, nn.Linear(inputs, outputs, bias=False, device="meta"))
         setattr(module.get_submodule(linear), part, nn.Parameter(view, requires_grad=False))
     return module
+
+
+class DensePass:
+    """A deferred sublayer step of the dense stream; it keeps what it adds to, `before`, and the `sum`."""
+
+    def __init__(self, index: int, layer: Layer) -> None:
+        self._index, self._layer = index, layer
+        self.before = self.sum = torch.empty(0)
+
+    def __call__(self, x: torch.Tensor, _: bool) -> torch.Tensor:
+        self.before, self.sum = self._layer.base(self._index, x), self._layer.sum(self._index, x)
+        return self._layer.moved(self._index, x, self.sum)

@@ -242,19 +242,15 @@ class _Stream:
         """Return a batch's states after the steps, and store them unless told otherwise."""
         batch = self.batches[number]
         if self.memory is not None:
-            self._remember(self.memory, batch)
+            if batch.source is not None:
+                self.memory.states = _read(self._encoded[0], batch.source)
+            self.memory.enter(batch)
         x = _read(self._store, batch)
         for step in steps:
             x = step(x, is_judged)
         if steps and store:
             self._store.write(batch.rows, x)
         return x
-
-    def _remember(self, memory: Memory, batch: Batch) -> None:
-        """Let the memory be what belongs to a batch."""
-        if batch.source is not None:
-            memory.states = _read(self._encoded[0], batch.source)
-        memory.enter(batch)
 
     def enter_decoder(self, norm: Any, embedded: Callable[[list[Batch]], ActivationStore]) -> None:
         """Keep the encoder's states after its final norm as memory, and go on with the targets' embeddings."""

@@ -10,7 +10,7 @@ import torch
 from factories import MakeCheckpoint, MakeConfig
 from huggingface_hub.utils._safetensors import SafetensorsFileMetadata, SafetensorsRepoMetadata, TensorInfo
 
-from oneshot.checkpoint import Checkpoint, hub
+from oneshot.checkpoint import Checkpoint, locate
 from oneshot.errors import CheckpointError
 from oneshot.pipeline import predict
 
@@ -101,6 +101,6 @@ def test_only_weights_that_are_read_are_fetched(
         return str(tmp_path)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
-    assert hub.download(NAME, None) == tmp_path
+    assert locate.download(NAME, None) == tmp_path
     fetched = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.suffix not in ("", ".json")}
     assert fetched == set(wanted)

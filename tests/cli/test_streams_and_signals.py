@@ -11,7 +11,7 @@ from typing import Any, TextIO
 import pytest
 
 from oneshot.cli.main import main
-from oneshot.cli.streams import Stream
+from oneshot.cli.process import Stream
 
 
 def full() -> TextIO:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from oneshot.export import write_companions
-from oneshot.export.result_tokenizer import content_of
+from oneshot.export.companions import content_of
 from oneshot.text import load_tokenizer
 
 
