@@ -28,7 +28,7 @@ class Factors:
     """The kept columns of a sublayer and the corrected linear that reads them.
 
     Attributes:
-        kept_columns: int64, ascending, of the reading linear.
+        kept_columns: int64, of the reading linear; ascending unless neurons are put in another order.
         weight: `(d, k)` float64, its corrected weight over those columns.
         predicted_error: relative Frobenius error of the sublayer's output from the statistics; None without them.
         condition_number: the ridged skeleton Gram's. max_interpolation: `max|T|`. Both None if nothing was solved.

@@ -202,7 +202,7 @@ class LayerCompressor:
             # 4. The workers choose the units that stay and correct the writer over their columns.
             units, factors, values = task.solve(work.working, statistics)
             if task.rounds:
-                factors = round_factors(task, work, factors, statistics)
+                units, factors = round_factors(task, work, units, factors, statistics)
             del statistics
             work.working = task.fold(work.working, factors)
             task.keep_(work, units, values)

@@ -10,6 +10,8 @@ from oneshot.architecture import Mixer, Stack
 from oneshot.checkpoint.quantisation import Quantisation
 from oneshot.compression.correction import relative
 from oneshot.compression.ranks import Factored, Ranks
+from oneshot.linalg.interpolative import coefficients_of
+from oneshot.linalg.pivoted_qr import weighted_pivots
 from oneshot.linalg.psd import ridged_cholesky
 from oneshot.machine.transfer import as_like
 from oneshot.tensors import Tensors
@@ -18,8 +20,10 @@ DAMPING = 1e-2  # of the mean diagonal, as in GPTQ
 TOKENS_PER_COLUMN = 4  # from which on products of inputs say more than their squares alone
 FITS = 3  # of the columns of a low rank to what makes the other inputs of them, and the other way round
 FIT_DAMPING = 1e-4  # of the columns' own Gram, in these fits
+LARGEST_COEFFICIENT = 16.0  # of what makes the other inputs of a low rank from the pivots; 2.3 on a real model
 BLOCK = 128  # columns between products of whole matrices
 PANEL_ROWS = 4096  # that are rounded together, because that takes several times their bytes
+StoredColumns = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # as `Factored.columns` returns them
 
 
 @dataclass(frozen=True)
@@ -191,12 +195,16 @@ def round_linears(
     found = Rounded()
     of_kinds = {kind: ranks[kind] for kind, names in mixer.ranked.items() if kind in ranks and names[0] in linears}
     whole = [name for name in linears if not any(name in mixer.ranked[kind] for kind in of_kinds)]
-    columns = [factored.columns()[0] for factored in of_kinds.values()]
+    ways = {
+        kind: columns_to_round(factored) if quantisation.group else [factored.columns()]
+        for kind, factored in of_kinds.items()
+    }
+    columns = [way[0] for of_kind in ways.values() for way in of_kind]
     quantisation = quantisation.for_weights([*columns, *(tensors[f"{name}.weight"] for name in whole)])
-    for kind, factored in of_kinds.items():
+    for kind, of_kind in ways.items():
         names = mixer.ranked[kind]
         sizes = [len(tensors[f"{name}.weight"]) for name in names]
-        found.ranks[kind] = _round_columns(found, names, sizes, factored, gram, num_tokens, quantisation)
+        found.ranks[kind] = _round_columns(found, names, sizes, of_kind, gram, num_tokens, quantisation)
     if whole:
         weights = [tensors[f"{name}.weight"].to(gram.device) for name in whole]
         sizes = [*map(len, weights)]
@@ -207,11 +215,42 @@ def round_linears(
     return found
 
 
+def order_for_groups(weight: torch.Tensor) -> torch.Tensor:
+    """Return the columns `(n,)` by falling norms, so that a scale is shared by columns of nearly the same size."""
+    return weight.double().norm(dim=0).argsort(descending=True, stable=True)
+
+
+def columns_to_round(factored: Factored) -> list[StoredColumns]:
+    """Return ways to store a matrix of low rank, which differ in what rounding loses.
+
+    One is `Factored.columns`. With error feedback and steps in proportion to the norms of columns, the mean logarithm
+    of the errors grows with `Π ‖C_j‖² / det CᵀC`, which is least for orthogonal columns (Hadamard). So the other way
+    has the pivots of the columns divided by their norms, unless these make large coefficients. In both the columns have
+    the order for groups.
+    """
+    outputs, inputs = factored.outputs.double(), factored.inputs.double()
+    seen = torch.linalg.qr(outputs, mode="r").R @ inputs  # its columns have the products of the matrix's
+    norms = seen.norm(dim=0)
+    pivots = weighted_pivots(seen.T @ seen, torch.where(norms > 0, 1 / norms, 0.0), rank=len(inputs))
+    rest, coefficients = coefficients_of(inputs, pivots)
+    ways = [factored.columns()]
+    if bool((coefficients.abs() <= LARGEST_COEFFICIENT).all()):  # and finite
+        columns, others = (outputs @ inputs[:, pivots]).to(factored.outputs), coefficients.T.to(factored.inputs)
+        ways.append((columns, others, torch.cat((pivots, rest))))
+    return [_in_order_for_groups(*way) for way in ways]
+
+
+def _in_order_for_groups(columns: torch.Tensor, others: torch.Tensor, order: torch.Tensor) -> StoredColumns:
+    by_norm = order_for_groups(columns)
+    read, made = order.split([len(by_norm), len(others)])
+    return columns[:, by_norm], others[:, by_norm], torch.cat((read[by_norm], made))
+
+
 def _round_columns(
     found: Rounded,
     names: Sequence[str],
     sizes: Sequence[int],
-    factored: Factored,
+    ways: Sequence[StoredColumns],
     gram: torch.Tensor,
     num_tokens: float,
     quantisation: Quantisation,
@@ -219,18 +258,25 @@ def _round_columns(
     """Round the columns that are stored of a matrix of low rank, which reads the others through them.
 
     What makes the others is not rounded. So it is fitted to the rounded columns, columns are fitted to it and rounded
-    anew, and so on; the pair with the least error stays.
+    anew, and so on; the pair with the least error stays. Of the `ways` to store the matrix, that one is taken whose
+    columns lose least before the fits.
     """
-    columns, others, order = factored.columns()
-    goal = columns
-    start = made = torch.cat((torch.eye(columns.shape[1]).to(others), others.T), dim=1)
-    ordered = gram[order][:, order].to(made)
+
+    def rounded_at_once(way: StoredColumns) -> RoundedWeight:
+        columns, others, order = way
+        made = _making_all(others)
+        return rounded(columns, made @ gram[order][:, order].to(made) @ made.T, num_tokens, quantisation)
+
+    tried = [(way, rounded_at_once(way)) for way in ways]
+    (columns, others, order), of_columns = min(tried, key=lambda one: float(one[1].energies[:, 0].sum()))
+    goal, start = columns, _making_all(others)
+    made, ordered = start, gram[order][:, order].to(start)
     known, least = trusted_gram(ordered, num_tokens), math.inf
     best: tuple[torch.Tensor, RoundedWeight] | None = None
     for step in range(FITS):
         if step:
             columns = columns + _better_columns(columns, made, goal, start, known)
-        of_columns = rounded(columns, made @ ordered @ made.T, num_tokens, quantisation)
+            of_columns = rounded(columns, made @ ordered @ made.T, num_tokens, quantisation)
         columns = of_columns.weight
         for fitted in (made, _better_inputs(columns, made, goal, start, known)):
             made = fitted
@@ -245,6 +291,11 @@ def _round_columns(
     )
     _note(found, names, sizes, replace(of_columns, energies=torch.stack(energies, dim=1)))
     return RoundedColumns(of_columns.weight, made[:, order.argsort()], order)
+
+
+def _making_all(others: torch.Tensor) -> torch.Tensor:
+    """Return `[I, T] (r, n)`, which makes all inputs; `others`: `Tᵀ`."""
+    return torch.cat((torch.eye(others.shape[1]).to(others), others.T), dim=1)
 
 
 def _differences(

@@ -5,10 +5,11 @@ from dataclasses import replace
 
 import torch
 
+from oneshot.architecture import FeedForward, cut
 from oneshot.compression.correction import Factors
 from oneshot.compression.fold import with_columns
 from oneshot.compression.ranks import with_ranks
-from oneshot.compression.rounding import round_linears
+from oneshot.compression.rounding import order_for_groups, round_linears
 from oneshot.compression.statistics import GramAccumulator, Statistics
 from oneshot.compression.sublayer import LayerWork, SublayerTask
 from oneshot.stream import Layer, States
@@ -26,25 +27,54 @@ def round_readers_(task: SublayerTask, work: LayerWork, states: States, current:
 def round_writer_(task: SublayerTask, work: LayerWork, states: States, current: Layer) -> None:
     """Round a writer that is not corrected, after the readers."""
     writer = task.sublayer.writer
-    size = work.working[f"{writer}.weight"].shape[1]
-    _round_(task, work, states, (writer,), _gram(task, states, size, lambda x: current.inner(task.index, x)))
+    weight = work.working[f"{writer}.weight"]
+    gram = _gram(task, states, weight.shape[1], lambda x: current.inner(task.index, x))
+    order = neuron_order(task, weight)
+    if order is not None:
+        order, gram = order.to(weight.device), gram[order][:, order]
+        axes = task.sublayer.mixer.axes(task.shape)
+        work.working, work.scales = (cut(one, axes, {"neurons": order}) for one in (work.working, work.scales))
+        task.keep_(work, order, None)
+    _round_(task, work, states, (writer,), gram)
 
 
-def round_factors(task: SublayerTask, work: LayerWork, factors: Factors, statistics: Statistics) -> Factors:
-    """Return a corrected writer that is rounded, and keep the scales of the rows that make its columns.
+def neuron_order(task: SublayerTask, weight: torch.Tensor) -> torch.Tensor | None:
+    """Return the order in which the neurons of an FFN are stored, by the `weight (D, k)` that reads them.
 
-    The factors state no error, because the one by the statistics is of the writer before.
+    None for other mixers and for scales that all inputs of an output share.
+    """
+    assert task.quantisation is not None
+    ordered = isinstance(task.sublayer.mixer, FeedForward) and task.quantisation.group > 0
+    return order_for_groups(weight) if ordered else None
+
+
+def round_factors(
+    task: SublayerTask, work: LayerWork, units: torch.Tensor, factors: Factors, statistics: Statistics
+) -> tuple[torch.Tensor, Factors]:
+    """Return the units that stay, and a corrected writer that is rounded; keep the scales of the rows that they have.
+
+    Neurons are put in the order of `neuron_order`. The factors state no error, because the one by the statistics is of
+    the writer before.
     """
     quantisation, mixer, writer = task.quantisation, task.sublayer.mixer, task.sublayer.writer
     assert quantisation is not None
-    columns = factors.kept_columns[factors.kept_columns < task.num_columns]  # without a bias
+    num_columns = int((factors.kept_columns < task.num_columns).sum())
+    columns, constant = factors.kept_columns.tensor_split([num_columns])  # a bias has a column
+    weight, bias = factors.weight.tensor_split([num_columns], dim=1)
+    order = neuron_order(task, weight)
+    if order is not None:
+        units, columns, weight = units[order], columns[order], weight[:, order]
     gram, name = statistics.gram[columns.unsqueeze(1), columns], f"{writer}.weight"
-    weight, bias = factors.weight.tensor_split([len(columns)], dim=1)
     num_tokens = statistics.num_rows
     found = task.shared(lambda: round_linears(mixer, (writer,), {name: weight}, {}, gram, num_tokens, quantisation))
     work.scales = with_columns(work.scales, task.sublayer, task.shape, columns) | found.scales
     work.rounding_errors |= found.errors
-    return replace(factors, weight=torch.cat((found.weights[name], bias), dim=1), predicted_error=None)
+    return units, replace(
+        factors,
+        kept_columns=torch.cat((columns, constant)),
+        weight=torch.cat((found.weights[name], bias), dim=1),
+        predicted_error=None,
+    )
 
 
 def _round_(task: SublayerTask, work: LayerWork, states: States, linears: Sequence[str], gram: torch.Tensor) -> None:

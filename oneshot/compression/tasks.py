@@ -162,7 +162,7 @@ class FeedForwardTask(OneWriterTask):
         return row_energy(tensors, *self.mixer.readers)
 
     def keep_(self, work: LayerWork, units: torch.Tensor, values: torch.Tensor | None) -> None:
-        if self.is_reduced and self.index in work.ranks:
+        if self.index in work.ranks:
             work.ranks[self.index] = {kind: one.rows(units) for kind, one in work.ranks[self.index].items()}
 
     def all_passes(self, states: States) -> float:

@@ -72,6 +72,19 @@ def spanning_columns(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, 
     return columns, others, coefficients[of_columns][:, of_others]
 
 
+def coefficients_of(matrix: torch.Tensor, columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the other columns, ascending, and `T (k, n − k)` with `A[:, others] = A[:, columns] T`.
+
+    T is large, or not finite, if the columns do not span A's.
+
+    Args:
+        matrix: `A (k, n)` float64 of rank k. columns: int64 `(k,)`.
+    """
+    others, basis = columns_without(columns, matrix.shape[1]), torch.linalg.qr(matrix.T).Q
+    found, info = torch.linalg.solve_ex(basis[columns].T, basis[others].T)
+    return others, torch.where(info == 0, found, torch.nan)
+
+
 def ordered_factor(gram: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     """Return the upper triangular `R (n, n)` float64 of `A[:, order] = Q R`, without A and without pivoting.
 

@@ -9,7 +9,15 @@ import torch
 pytest.importorskip("compressed_tensors", reason="the extra `compressed`")
 from oneshot.checkpoint.quantisation import PRESETS, Quantisation
 from oneshot.compression.ranks import Factored
-from oneshot.compression.rounding import DAMPING, TOKENS_PER_COLUMN, Rounded, round_linears, rounded
+from oneshot.compression.rounding import (
+    DAMPING,
+    TOKENS_PER_COLUMN,
+    Rounded,
+    columns_to_round,
+    order_for_groups,
+    round_linears,
+    rounded,
+)
 
 TOKENS = 200
 GROUPS = {"w4a16": 16, "nvfp4": 16, "mxfp4": 32}
@@ -122,6 +130,50 @@ def test_what_a_low_rank_reads_through_is_fitted_to_its_rounded_columns(
     assert bool(dead.ranks["gate"].whole(torch.float64).isfinite().all())  # no token has reached it
     monkeypatch.setattr("oneshot.compression.rounding._better_inputs", lambda columns, made, *_: made)
     assert fitted < 0.9 * lost()[0]
+
+
+def test_the_ways_to_store_a_low_rank_are_the_same_matrix() -> None:
+    whole, factored = low_rank()
+    ways = columns_to_round(factored)
+    assert len(ways) == 2
+    for columns, others, order in ways:
+        assert torch.equal(order.sort().values, torch.arange(32))
+        assert bool((columns.norm(dim=0).diff() <= 0).all())
+        torch.testing.assert_close(torch.cat((columns, columns @ others.T), dim=1), whole[:, order])
+
+
+def test_a_low_rank_is_stored_in_columns_that_lose_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs along few directions: columns that are chosen by the inputs alone are nearly parallel."""
+    inputs = torch.randn(TOKENS, 64, dtype=torch.float64) @ torch.randn(64, 64, dtype=torch.float64)
+    outputs = torch.linalg.qr(torch.randn(96, 32, dtype=torch.float64)).Q
+    sizes = torch.logspace(0, -2, 32, dtype=torch.float64)
+    factored = Factored(outputs * sizes, torch.randn(32, 64, dtype=torch.float64))
+    mixer: Any = SimpleNamespace(ranked={"gate": ("gate",)})
+    weights, gram = {"gate.weight": factored.whole()}, inputs.T @ inputs
+
+    def lost() -> float:
+        return round_linears(mixer, ["gate"], weights, {"gate": factored}, gram, TOKENS, SCHEMES[0]).errors["gate"]
+
+    ours = lost()
+    monkeypatch.setattr("oneshot.compression.rounding.columns_to_round", lambda factored: [factored.columns()])
+    assert ours < 0.95 * lost()
+
+
+def test_columns_that_do_not_span_a_low_rank_are_not_taken() -> None:
+    _, factored = low_rank()
+    parallel = factored.inputs.clone()
+    parallel[1:, :16] = 0  # the largest columns, which are parallel
+    outputs = torch.zeros_like(factored.outputs)
+    outputs[:, 0] = 1
+    [way] = columns_to_round(Factored(outputs, parallel))
+    assert all(bool(one.isfinite().all()) for one in way)
+
+
+def test_columns_of_one_size_share_their_scales(inputs: torch.Tensor) -> None:
+    weight = torch.randn(64, 32, dtype=torch.float64) * torch.tensor([0.2, 3.0], dtype=torch.float64).repeat(16)
+    order, gram = order_for_groups(weight), inputs.T @ inputs
+    lost = rounded(weight, gram, TOKENS, SCHEMES[0]).energies[:, 0].sum()
+    assert rounded(weight[:, order], gram[order][:, order], TOKENS, SCHEMES[0]).energies[:, 0].sum() < 0.8 * lost
 
 
 def test_scales_weigh_errors_by_the_inputs() -> None:

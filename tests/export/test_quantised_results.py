@@ -204,6 +204,38 @@ def test_a_whole_model_is_rounded_by_its_text(make_checkpoint: MakeCheckpoint, m
     assert all(len(layer.rounding_errors) == 7 for layer in report.layers)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sparsity": 0.0, "correction": "none"},
+        {"sparsity": 0.0},
+        {"sparsity": 0.3, "correction": "none"},
+        {"sparsity": 0.3, "form": "per-layer"},
+    ],
+    ids=str,
+)
+def test_neurons_are_stored_by_falling_norms_of_the_columns_that_read_them(
+    options: dict[str, Any], make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+) -> None:
+    """Each neuron of the result is the same one of the dense layer in all of its linears."""
+    config = make_config(make_checkpoint(**SIZES), quantise="w4a16", **IN_GROUPS.get("per-layer", {}) | options)
+    compress(config)
+    for number in range(2):
+        folders = (Path(config.checkpoint), Path(config.output))
+        dense, layer = (identify(Checkpoint(one)).read_layer(number) for one in folders)
+        found = []
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            before, after = (one[f"mlp.{name}.weight"].float() for one in (dense, layer))
+            before, after = (one.T if name == "down_proj" else one for one in (before, after))
+            found.append((nn.functional.normalize(after) @ nn.functional.normalize(before).T).argmax(1))
+        assert torch.equal(found[0], found[1])
+        assert torch.equal(found[0], found[2])
+        assert len(found[0].unique()) == len(found[0])
+        norms = layer["mlp.down_proj.weight"].float().norm(dim=0)
+        assert bool((norms[1:] < 1.2 * norms[:-1]).all())
+        assert not bool((found[0].diff() > 0).all())
+
+
 NVFP4 = {"quantise": "nvfp4", "save_dtype": "bfloat16"}
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"form": "gguf"}, "give --bits"),
