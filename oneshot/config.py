@@ -270,7 +270,7 @@ class Config:
         if self.bits is not None and self.target.gguf_bytes is not None:
             raise ConfigError("Give either --bits or --max-file-size, which say the same.")
         if self.quantises and self.form != "gguf":
-            raise ConfigError("--bits and --max-file-size are of GGUF files alone; add --form gguf.")
+            raise ConfigError("--bits and --max-file-size are of GGUF files alone; add --form gguf, or leave them out.")
         if self.quantises and self.save_dtype == "q8_0":
             raise ConfigError("--bits and --max-file-size choose the types of tensors; leave --save-dtype q8_0 out.")
         if self.save_dtype == "q8_0" and self.form != "gguf":

@@ -50,6 +50,7 @@ from oneshot.report.records import Footprint, Report
 from oneshot.run import Run, footprint_of, open_run, stages_of
 from oneshot.schedule import Schedule, profile_schedule
 
+PLANNED_SHARE = 0.1  # of the parameters: any share that goes makes the same profile
 logger = logging.getLogger(__name__)
 
 
@@ -194,8 +195,9 @@ def profile(config: Config, *, show_progress: Shown | Tracker = False) -> Profil
     output = output_folder(config.output)
     refuse_existing(output)
     refuse_unwritable(output)
+    if not config.target.asks_less:  # its form, method and text are of the runs that will plan from it
+        config = replace(config, target=replace(config.target, sparsity=PLANNED_SHARE))
     with open_run(config, show_progress=show_progress) as run:
-        run.broaden_text()  # as the runs that will plan from it
         schedule = profile_schedule(run.grid, run.method)
         _begin_measuring(run, schedule)
         measured = run.make_profile(schedule)

@@ -75,12 +75,14 @@ def better_form(config: Config, model: Model, form: Form) -> Form | None:
 def _best_form(config: Config, model: Model) -> Form:
     """Return the per-layer form if ranks can be planned in it, or if no stock config can state what is asked for.
 
-    Otherwise it is the stock form. Who leaves ranks out still gains by layers with sizes of their own. Who only rounds
-    the linears gains nothing.
+    Otherwise it is the stock form. Who leaves ranks out still gains by layers with sizes of their own. Who removes
+    nothing gains nothing.
     """
-    if config.quantise is not None and not (config.target.asks_less or config.target.states_sizes):
-        return form_of("stock", model.family)
     per_layer, stock = form_of("per-layer", model.family), form_of("stock", model.family)
+    if not (config.target.asks_less or config.target.states_sizes) and (
+        config.quantise is not None or _method_in(stock, config, model) is not None
+    ):
+        return stock
     with_ranks = _method_in(per_layer, replace(config, method=replace(config.method, ranks=AUTO)), model)
     if with_ranks is not None and with_ranks.plans_ranks:
         return per_layer

@@ -130,8 +130,8 @@ class Run:
             self.grid = grid_of(self.form, self.model, config.target)
         # 4. what is read and measured later
         self.text_options = config.text
-        if config.target.sparsity != 0:
-            self.broaden_text()
+        if config.target.sparsity != 0 and config.recipe == "oneshot" and self.method.reduces_ffn:  # no paper's method
+            self.text_options = broadened(config.text, self.model)
         self.timings: dict[str, Any] | None = None
         self._profile: Profile | None = None
         self._is_checked = False
@@ -183,11 +183,6 @@ class Run:
     def check_text(self) -> None:
         """Raise `CalibrationError` if a file of the calibration text cannot be read; nothing is read yet."""
         self._calibration.check()
-
-    def broaden_text(self) -> None:
-        """Also read the package's text where `broadened` says so, but not for a paper's method; nothing is read yet."""
-        if self.config.recipe == "oneshot" and self.method.reduces_ffn:
-            self.text_options = broadened(self.config.text, self.model)
 
     @cached_property
     def _calibration(self) -> Calibration:
