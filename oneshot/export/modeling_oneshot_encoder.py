@@ -313,6 +313,15 @@ class OneshotEncoderForMaskedLM(OneshotEncoderPreTrainedModel, BertForMaskedLM):
         else:
             super().set_output_embeddings(new_embeddings)
 
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
+        """Give the vocabulary another size; the rows of new tokens have the mean of the others' means."""
+        embedding = super().resize_token_embeddings(*args, **kwargs)
+        if self.mapped:
+            kept = self.row_means.data[: self.config.vocab_size]
+            more = kept.mean().expand(self.config.vocab_size - len(kept))
+            self.row_means = nn.Parameter(torch.cat((kept, more)), self.row_means.requires_grad)
+        return embedding
+
     def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Hidden states `(batch, length, hidden_size)` -> logits `(batch, length, vocab_size)`."""
         if self.config.dense_type == "distilbert":

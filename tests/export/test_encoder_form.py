@@ -298,3 +298,22 @@ def test_a_plain_encoder_may_lack_its_pooler(
     with torch.inference_mode():
         states = [each(TOKEN_IDS, attention_mask=MASK).last_hidden_state[MASK.bool()] for each in (model, dense)]
     torch.testing.assert_close(states[0], states[1], rtol=0, atol=FULL_WIDTH * float(states[1].abs().max()))
+
+
+@pytest.mark.parametrize(("family", "name"), [("bert", "BertForMaskedLM"), ("distilbert", "DistilBertForMaskedLM")])
+@pytest.mark.parametrize("size", [403, 390])
+def test_the_vocabulary_has_another_size_where_the_embedding_is_in_a_subspace(
+    family: str, name: str, size: int, make: Any, tmp_path: Path
+) -> None:
+    _, run = make(family, name)
+    model = run(recipe="group-pca", group_size=1, sparsity=0.2)
+    assert model.config.head == "mapped"
+    tokens, common = torch.arange(3, 380).unsqueeze(0)[:, :40], min(size, 400)
+    with torch.inference_mode():
+        before = model(tokens).logits
+        assert model.resize_token_embeddings(size) is model.get_input_embeddings()
+        after = model(tokens).logits
+        assert after.shape[-1] == size
+        torch.testing.assert_close(after[..., :common], before[..., :common], rtol=0, atol=1e-5)
+        model.save_pretrained(tmp_path / "saved")
+        torch.testing.assert_close(auto(tmp_path / "saved", name)(tokens).logits, after, rtol=0, atol=1e-5)
