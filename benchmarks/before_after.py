@@ -1,8 +1,10 @@
 """The cost of a change: compressions of SmolLM2-135M by two checkouts, in turns; CPU seconds, memory and perplexity.
 
-    python benchmarks/before_after.py --before DIR --text FILE
+    python benchmarks/before_after.py --before DIR --text FILE -- --form=per-layer --dtype=auto
 
-A row goes to `results/before_after.jsonl`. CPU seconds, because other work on the machine does not change them much.
+What stands behind `--` is given to both compressions. The row also has the seconds of a pass of the dense model in
+float32 over as many tokens. Rows go to `results/before_after.jsonl`. CPU seconds, because other work on the machine
+does not change them much.
 """
 
 import os
@@ -13,7 +15,8 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from harness import ROOT, append_row, parser, provenance, read_report, smollm2_gguf
+from harness import ROOT, append_row, parser, provenance, smollm2_gguf
+from overhead import forward_seconds
 
 from oneshot.checkpoint import locate_checkpoint
 from oneshot.evaluation import load_model, load_windows, perplexity
@@ -21,7 +24,7 @@ from oneshot.text import load_tokenizer
 
 
 def run(tree: Path, checkpoint: Path, output: Path, arguments: list[str]) -> tuple[float, int]:
-    """Return the CPU seconds and the peak bytes in a layer of a compression by the packages of a checkout."""
+    """Return the CPU seconds and the peak resident bytes of a compression by the packages of a checkout."""
     environment = os.environ | {"PYTHONPATH": f"{tree}{os.pathsep}{tree / 'kernels'}", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "oneshot.compress", str(checkpoint), f"--output={output}", "--overwrite"]
     process = subprocess.Popen([*command, *arguments], env=environment, cwd=tree)
@@ -29,8 +32,7 @@ def run(tree: Path, checkpoint: Path, output: Path, arguments: list[str]) -> tup
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode != 0:
         raise SystemExit(f"{tree}: the compression failed")
-    report = read_report(output)
-    return usage.ru_utime + usage.ru_stime, max(layer["peak_bytes"] for layer in report["layers"])
+    return usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024
 
 
 def main() -> None:
@@ -40,9 +42,12 @@ def main() -> None:
     options.add_argument("--turns", type=int, default=2)
     options.add_argument("--num-sequences", type=int, default=8)
     options.add_argument("--sequence-length", type=int, default=1024)
+    options.add_argument("further", nargs="*", help="arguments of both compressions")
     arguments = options.parse_args()
+    torch.set_num_threads(1)
     more = ["--sparsity=0.2", "--calibration=builtin", "--device=cpu", "--dtype=float32", "--quiet"]
     more += [f"--num-sequences={arguments.num_sequences}", f"--sequence-length={arguments.sequence_length}"]
+    more += arguments.further  # an argument that is given twice has its last value
     trees = {"before": arguments.before.resolve(), "after": ROOT}
     commit = subprocess.run(
         ["git", "-C", trees["before"], "rev-parse", "--short", "HEAD"], capture_output=True, text=True
@@ -59,6 +64,8 @@ def main() -> None:
             sequence_length=256,
             max_windows=16,
         )
+        ids = torch.zeros(arguments.num_sequences, arguments.sequence_length, dtype=torch.long)
+        passes = [forward_seconds(checkpoint, ids, 4)[1] for _ in range(arguments.turns)]
         perplexities = {
             name: perplexity(
                 load_model(Path(scratch) / name, device=torch.device("cpu"), dtype=torch.float32), windows
@@ -71,6 +78,8 @@ def main() -> None:
         provenance(
             before=commit.stdout.strip(),
             num_tokens=arguments.num_sequences * arguments.sequence_length,
+            arguments=more,
+            dense_pass_seconds=passes,
             cpu_seconds={name: [seconds for seconds, _ in runs] for name, runs in found.items()},
             peak_bytes={name: max(peak for _, peak in runs) for name, runs in found.items()},
             ratio=median(ratios),
