@@ -149,7 +149,7 @@ def test_a_low_rank_is_stored_in_columns_that_lose_less(monkeypatch: pytest.Monk
     sizes = torch.logspace(0, -2, 32, dtype=torch.float64)
     factored = Factored(outputs * sizes, torch.randn(32, 64, dtype=torch.float64))
     mixer: Any = SimpleNamespace(ranked={"gate": ("gate",)})
-    weights, gram = {"gate.weight": factored.whole()}, inputs.T @ inputs
+    weights, gram = {"gate.weight": factored.whole(torch.float64)}, inputs.T @ inputs
 
     def lost() -> float:
         return round_linears(mixer, ["gate"], weights, {"gate": factored}, gram, TOKENS, SCHEMES[0]).errors["gate"]
