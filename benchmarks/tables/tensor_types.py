@@ -139,11 +139,11 @@ def types_alone_table() -> str:
 
 
 def _newest() -> list[Row]:
-    """Return the newest rows, of each model those with the settings of its last one."""
+    """Return the newest rows, of each model those with the settings of its last one, larger files first."""
     rows = [row for row in read_rows("tensor_types") if "divergence" in row and row["text"] != WITHOUT_UNKNOWN]
     settings = {row["model"]: (row["chunks"], row["calibration_tokens"]) for row in rows}
     rows = [row for row in rows if (row["chunks"], row["calibration_tokens"]) == settings[row["model"]]]
-    return sorted(latest(rows, "model", "types", "text"), key=lambda row: str(row["model"]))
+    return sorted(latest(rows, "model", "types", "text"), key=lambda row: (str(row["model"]), -row["bytes"]))
 
 
 def _rows(rows: Sequence[Row], model: str, types: str) -> list[Row]:
