@@ -116,7 +116,7 @@ class Journal:
         free_bytes = shutil.disk_usage(self._work.path).free
         if free_bytes < missing:
             raise OutputError(
-                f"{self.folder.parent} has {free_bytes / 1e9:.1f} GB free, the result needs {missing / 1e9:.1f} GB; "
+                f"{self.folder.parent} has {free_bytes / 1e6:,.1f} MB free, the result needs {missing / 1e6:,.1f} MB; "
                 "free some space or choose another --output."
             )
         write_sealed(self._work.fingerprint, fingerprint)

@@ -20,6 +20,7 @@ from oneshot.compression import Curvature
 from oneshot.errors import OutputError, ProfileError
 from oneshot.machine.durable import DamagedFileError, checksum, flush, flush_tree, read_sealed, seal, write_sealed
 from oneshot.planning import Profile, ProfileOrigin
+from oneshot.report import words
 
 TENSORS, ORIGIN, CURVATURE = "profile.safetensors", "profile.json", "curvature"
 VERDICT, RANKING = "mixture.json", "experts.jsonl"
@@ -142,11 +143,11 @@ def _has_room(parent: Path, curvature: Curvature, folder: Path) -> bool:
     if size < free:
         return True
     logger.warning(
-        "%s is written without the output curvature, %.1f GB, because its disk has %.1f GB free; runs that plan by the "
-        "profile measure it again.",
+        "%s is written without the output curvature, %s, because its disk has %s free; runs that plan by the profile "
+        "measure it again.",
         folder,
-        size / 1e9,
-        free / 1e9,
+        words.size(size),
+        words.size(free),
     )
     return False
 

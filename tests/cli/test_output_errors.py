@@ -71,7 +71,7 @@ def test_too_little_space(
 ) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage(10**9, 10**9 - 1000, 1000))
-    fails(make_checkpoint(), str(output.parent), "free", form="stock")
+    fails(make_checkpoint(), f"{output.parent} has 0.0 MB free, the result needs 0.", form="stock")
 
 
 def test_the_space_is_computed_in_the_dtype_that_is_saved(
