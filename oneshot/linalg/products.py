@@ -45,7 +45,13 @@ def _by_onednn(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 @cache
 def mkl_is_narrow() -> bool:
-    """Return whether the CPU is AMD's, with AVX-512, and torch has both libraries."""
+    """Return whether the CPU is AMD's, with AVX-512, and torch has both libraries and the operator of oneDNN."""
     capabilities = torch.cpu.get_capabilities()
     has_both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
-    return has_both and "AMD" in str(capabilities.get("cpu_name", "")) and bool(capabilities.get("avx512_f", False))
+    has_operator = hasattr(torch.ops.mkldnn, "_linear_pointwise")  # it is private to torch
+    return (
+        has_both
+        and has_operator
+        and "AMD" in str(capabilities.get("cpu_name", ""))
+        and bool(capabilities.get("avx512_f", False))
+    )
