@@ -61,7 +61,6 @@ def test_only_some_modules_know_transformers() -> None:
         "export/modeling_oneshot_encoder.py",
         "export/modeling_oneshot_resized.py",
         "footprint/bounds.py",  # loads them before the run does, to know the free memory
-        "stream/causal.py",
         "stream/template.py",
         "tasks/names.py",
         "text/growing_cache.py",

@@ -17,7 +17,6 @@ from oneshot.architecture import Carried, Stack
 from oneshot.checkpoint import Model, attention_of, make_buffers, sample_model, stock_classes
 from oneshot.families import with_text
 from oneshot.machine import Machine
-from oneshot.stream.causal import attend_by_blocks, is_faster_by_blocks
 from oneshot.stream.layer import SHARED
 
 BY_SEQUENCE = "oneshot-by-sequence-{}"  # with the implementation of the stock class: `eager` or `sdpa`
@@ -73,8 +72,6 @@ class Template:
             self.arguments = {kind: {"attention_mask": None} for kind in kinds}
         if holds_scores(model, machine.device):  # after the masks, which depend on the implementation
             attend_by_sequence(model, whole)
-        elif family.like_llama and _implementation(model) == "sdpa" and is_faster_by_blocks(machine.device):
-            attend_by_blocks(whole)
 
 
 def _required(attention: nn.Module) -> dict[str, Any]:
