@@ -84,6 +84,7 @@ def memory_table() -> str:
 def processes_counted_table() -> str:
     """Return CPU seconds of the process that all others wait for, by stage, and what all of them compute together."""
     rows = latest(read_rows("processes_counted"), "layers", "form", "num_tokens", "own_text", "processes")
+    rows.sort(key=lambda row: (row["num_tokens"], row["processes"]))
     stages = list(dict.fromkeys(stage for row in rows for stage in row["stages"]))
     lines = [
         [
