@@ -240,12 +240,16 @@ def correction(work: Work, size: int, kept: int, *, residual: bool) -> Term:
 
 
 def directions(work: Work) -> Term:
-    """Return the working memory of the principal directions of a linear, and of its factors."""
+    """Return the working memory of the principal directions of the largest linear, and of its factors."""
     shape = work.shape
-    size = max(shape.hidden_size, work.heads_width)
-    rows = max(shape.intermediate_size, (shape.num_attention_heads + shape.num_key_value_heads) * shape.head_dim)
-    metric = (FLOAT + DOUBLE) * shape.query_key_width**2 * work.schedule.weighs_output
-    return computed(DOUBLE * (6 * size * size + 3 * rows * size) + metric)
+    read = max(shape.intermediate_size, (shape.num_attention_heads + shape.num_key_value_heads) * shape.head_dim)
+
+    def of_linear(inputs: int, outputs: int, weighed: int) -> Term:
+        metric = (FLOAT + DOUBLE) * weighed**2 * work.schedule.weighs_output
+        return computed(DOUBLE * (6 * inputs * inputs + 3 * outputs * inputs) + metric)
+
+    readers = of_linear(shape.hidden_size, read, shape.query_key_width)
+    return largest(readers, of_linear(work.heads_width, shape.hidden_size, shape.hidden_size))
 
 
 def output_head(work: Work) -> Term:
