@@ -233,7 +233,7 @@ def predicted_energies(
 
     Args:
         weight: `(…, d, n)` float64. corrected: `(…, d, k)`. kept_columns: `(…, k)`.
-        statistics: of one linear, or of several: Grams `(…, n, n)`, residuals `(…, n, d)` and their energies `(…)`.
+        statistics: sums of one linear or several: Grams `(…, n, n)`, residuals `(…, n, d)` and their energies `(…)`.
     """
     missed, gram = _missed(weight, corrected, kept_columns), statistics.gram
     error, energy = _energy(gram, missed.mT, workers), _energy(gram, weight.mT, workers)

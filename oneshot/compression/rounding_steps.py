@@ -31,7 +31,7 @@ def round_writer_(task: SublayerTask, work: LayerWork, states: States, current: 
     gram = _gram(task, states, weight.shape[1], lambda x: current.inner(task.index, x))
     order = neuron_order(task, weight)
     if order is not None:
-        order, gram = order.to(weight.device), gram[order][:, order]
+        gram = gram[order][:, order]
         axes = task.sublayer.mixer.axes(task.shape)
         work.working, work.scales = (cut(one, axes, {"neurons": order}) for one in (work.working, work.scales))
         task.keep_(work, order, None)

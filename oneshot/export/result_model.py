@@ -40,7 +40,7 @@ class ResultModel:
 
     Attributes:
         source: the tensors of the file, by the names of the per-layer form. num_layers: its layers.
-        embedding_scale: what the first layer reads of the embedding's rows. hidden_size: of the states.
+        embedding_scale: what the first layer reads of the embedding's rows. hidden_size: width of the states.
     """
 
     source: "RestoredModel | GgufCheckpoint"

@@ -91,7 +91,7 @@ def test_sums_are_numpys(columns: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("rows", "columns"), [(64, 64), (TOKENS_TRANSPOSED + 70, PANEL_WIDTH + 64), (5, 7)])
 def test_onednn_sums_as_numpy(rows: int, columns: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where MKL is narrow, tiles of transposed rows are multiplied, and what does not fit by MKL."""
+    """Multiply tiles of transposed rows by oneDNN, and what does not fit by MKL."""
     for module in ("sums", "products"):
         monkeypatch.setattr(f"oneshot.linalg.{module}.mkl_is_narrow", lambda: True)
     left = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)).to(dtype)
