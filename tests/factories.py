@@ -183,10 +183,10 @@ def build_model(
     if family == "mistral" or sliding_window is not None:
         sizes |= {"sliding_window": sliding_window}
     if family == "opt":
-        sizes |= {"ffn_dim": sizes.pop("intermediate_size"), "dropout": 0.0}
+        sizes = {"dropout": 0.0, "ffn_dim": sizes.pop("intermediate_size")} | sizes
         del sizes["num_key_value_heads"]
     if family in ("gpt2", "gpt_bigcode"):
-        sizes |= {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+        sizes = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0} | sizes
     if family in ENCODERS:
         del sizes["num_key_value_heads"]
         sizes |= {"max_position_embeddings": 64}

@@ -28,11 +28,20 @@ KEPT_KEYS = (
     "rope_parameters",
     "use_cache",
 )
+# what families whose layers those classes hold call the dropout of a sublayer's output
+RESIDUAL_DROPOUT = {"opt": "dropout", "phi3": "resid_pdrop"}
 OF_RESIZED = ("resized", "sizes", "layers_name", "embedding_ranges", "auto_map")  # what only the form's config has
 PREFIX = "Oneshot"  # of the names of classes in the form's modelling file
 WITHIN = "linear"  # the plain linear in a module of low rank
 FLAGS = ("attention_bias", "output_bias", "mlp_bias", "query_key_norms", "gated", "norm_weights", "norm_bias")
 Stated = tuple[dict[str, Any], StackShape]  # a config of the family's own class, and the result's sizes
+
+
+def kept_of_input(complete: dict[str, Any]) -> dict[str, Any]:
+    """Return what a config under Llama's names has of the input's complete config."""
+    kept = {name: complete[name] for name in KEPT_KEYS if complete.get(name) is not None}
+    dropout = complete.get(RESIDUAL_DROPOUT.get(complete["model_type"], "residual_dropout"))
+    return kept | ({"residual_dropout": dropout} if dropout else {})
 
 
 class _UnsupportedError(Exception):
@@ -101,8 +110,8 @@ def _nemotron_nas(config: dict[str, Any]) -> Stated:
 
 def _as_llama(config: dict[str, Any], stack: StackShape) -> dict[str, Any]:
     """Return the config of a class with Llama's layers; sizes are the largest."""
-    of_input = {name: value for name, value in config.items() if name in KEPT_KEYS}  # which Llama's config class reads
-    complete, layers = complete_config(of_input | {"model_type": LLAMA.model_type}), stack.layers
+    of_input = kept_of_input(config) | {"model_type": LLAMA.model_type}  # which Llama's config class reads
+    kept, layers = kept_of_input(complete_config(of_input)), stack.layers
     flags = {tuple(getattr(layer, name) for name in FLAGS) for layer in layers}
     if len(flags) > 1:
         raise ValueError("layers have different biases or norms")
@@ -114,7 +123,6 @@ def _as_llama(config: dict[str, Any], stack: StackShape) -> dict[str, Any]:
         raise _UnsupportedError("its linears have biases together that no class of transformers has")
     if ffn_biased and name != "llama":
         raise _UnsupportedError("its FFNs have biases beside those or the norms of its queries")
-    kept = {key: complete[key] for key in KEPT_KEYS if complete.get(key) is not None}
     return kept | {
         "model_type": name,
         "architectures": [f"{classes[name]}ForCausalLM"],

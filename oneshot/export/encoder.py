@@ -17,6 +17,8 @@ from oneshot.report.card import USES
 from oneshot.tensors import Tensors
 
 MODELLING_FILE = Path(__file__).parent / "modeling_oneshot_encoder.py"
+# what DistilBERT calls the dropout before the head of a task; the other heads have the one of hidden states
+DISTILBERT_DROPOUT = {"ForQuestionAnswering": "qa_dropout", "ForSequenceClassification": "seq_classif_dropout"}
 DISTILBERT_EPSILON = 1e-12  # in its code; its config does not state it
 KEPT_KEYS = (
     "dtype",
@@ -125,6 +127,9 @@ def encoder_config(config: dict[str, Any], shape: ModelShape, stack: StackShape,
         "num_attention_heads": shape.num_attention_heads,
         "head_dim": shape.head_dim,
         "hidden_act": complete["hidden_act" if is_bert else "activation"],
+        "hidden_dropout_prob": complete["hidden_dropout_prob" if is_bert else "dropout"],
+        "attention_probs_dropout_prob": complete["attention_probs_dropout_prob" if is_bert else "attention_dropout"],
+        "classifier_dropout": complete.get("classifier_dropout" if is_bert else DISTILBERT_DROPOUT.get(head, "")),
         "layer_norm_eps": complete["layer_norm_eps"] if is_bert else DISTILBERT_EPSILON,
         "has_pooler": has_pooler,
         "subspaces": stack.output_size > 0,

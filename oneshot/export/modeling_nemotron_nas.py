@@ -49,13 +49,14 @@ class DeciLMConfig(LlamaConfig):
     """A Llama config, and `block_configs` with the sizes of every layer.
 
     `attention_bias`: the linear after attention has a bias. `qkv_bias`: queries, keys and values have one; None: as
-    `attention_bias` says.
+    `attention_bias` says. `residual_dropout`: what a training step drops of the output of every sublayer.
     """
 
     model_type = "nemotron-nas"
 
     block_configs: list[dict] | None = None
     qkv_bias: bool | None = None
+    residual_dropout: float | int = 0.0
 
     def __post_init__(self, **kwargs: Any) -> None:
         self.block_configs = [with_attributes(block) for block in self.block_configs or ()]
@@ -134,12 +135,14 @@ class DeciLMDecoderLayer(GradientCheckpointingLayer):
             own.hidden_act = block["ffn"].get("hidden_act", config.hidden_act)
             self.mlp = LlamaMLP(own)
             self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.dropout = nn.Dropout(config.residual_dropout)
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         if self.has_attention:
-            hidden_states = hidden_states + self.self_attn(self.input_layernorm(hidden_states), **kwargs)[0]
+            attended = self.self_attn(self.input_layernorm(hidden_states), **kwargs)[0]
+            hidden_states = hidden_states + self.dropout(attended)
         if self.has_ffn:
-            hidden_states = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+            hidden_states = hidden_states + self.dropout(self.mlp(self.post_attention_layernorm(hidden_states)))
         return hidden_states
 
 

@@ -38,7 +38,8 @@ class OneshotConfig(LlamaConfig):
     keys. `head_map`: the tied output head reads the last hidden state through a matrix. `num_positions`: rows of a
     learned position embedding, 0 for rotary positions. `embedding`: the rows and the rank of every range of the
     vocabulary, None for one table of full width. `centred_embedding`: embedded tokens lose their mean, as the family's
-    LayerNorms would take it from them; it stays in the tied output head.
+    LayerNorms would take it from them; it stays in the tied output head. `residual_dropout`: what a training step drops
+    of the output of every sublayer.
     """
 
     model_type = "oneshot"
@@ -50,6 +51,7 @@ class OneshotConfig(LlamaConfig):
     num_positions: int = 0
     embedding: list[dict] | None = None
     centred_embedding: bool = False
+    residual_dropout: float | int = 0.0
 
     def validate_architecture(self) -> None:
         """Heads need not divide the hidden size here."""
@@ -226,8 +228,9 @@ class OneshotAttention(nn.Module):
             refuse_other_place(cache, self.layer_idx, keys, values)
             keys, values = cache.update(keys, values, self.layer_idx, kwargs=kwargs)  # caches of pages change them
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        dropout = self.config.attention_dropout if self.training else 0.0
         output, weights = attend(
-            self, queries, keys, values, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs
+            self, queries, keys, values, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs
         )
         return self.o_proj(self.o_read(output.reshape(*shape, -1).contiguous())), weights
 
@@ -291,14 +294,15 @@ class OneshotDecoderLayer(GradientCheckpointingLayer):
             nn.Linear(hidden, middle, bias=False) if sizes["attention_shortcut"] else nn.Identity()
         )
         self.ffn_shortcut = nn.Linear(middle, output, bias=False) if sizes["ffn_shortcut"] else nn.Identity()
+        self.dropout = nn.Dropout(config.residual_dropout)
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         carried = self.attention_shortcut(hidden_states)
         if self.self_attn is not None and self.input_layernorm is not None:
-            carried = carried + self.self_attn(self.input_layernorm(hidden_states), **kwargs)[0]
+            carried = carried + self.dropout(self.self_attn(self.input_layernorm(hidden_states), **kwargs)[0])
         output = self.ffn_shortcut(carried)
         if self.mlp is not None and self.post_attention_layernorm is not None:
-            output = output + self.mlp(self.post_attention_layernorm(carried))
+            output = output + self.dropout(self.mlp(self.post_attention_layernorm(carried)))
         return output
 
 

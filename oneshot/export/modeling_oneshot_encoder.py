@@ -148,11 +148,11 @@ class OneshotSelfAttention(nn.Module):
 class OneshotEncoderOutput(nn.Module):
     """`norm(residual + dense(x))`; without columns of `dense` only its bias is added."""
 
-    def __init__(self, config: OneshotEncoderConfig, columns: int, width: int) -> None:
+    def __init__(self, config: OneshotEncoderConfig, columns: int, width: int, dropout: float) -> None:
         super().__init__()
         self.dense: nn.Module = nn.Linear(columns, width) if columns else OneshotConstant(width)
         self.LayerNorm = norm_of(config, width)
-        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, hidden_states: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         return self.LayerNorm(self.dropout(self.dense(hidden_states)) + residual)
@@ -165,7 +165,8 @@ class OneshotEncoderAttention(nn.Module):
         super().__init__()
         columns = sizes["num_attention_heads"] * sizes["value_size"]
         self.self = OneshotSelfAttention(config, sizes) if columns else None
-        self.output = OneshotEncoderOutput(config, columns, sizes["middle_size"])
+        dropout = config.hidden_dropout_prob if config.dense_type == "bert" else 0.0  # DistilBERT has none here
+        self.output = OneshotEncoderOutput(config, columns, sizes["middle_size"], dropout)
 
     def forward(
         self, hidden_states: torch.Tensor, residual: torch.Tensor, attention_mask: torch.Tensor | None, **kwargs: Any
@@ -197,7 +198,7 @@ class OneshotEncoderLayer(GradientCheckpointingLayer):
         width = sizes["intermediate_size"]
         self.attention = OneshotEncoderAttention(config, sizes)
         self.intermediate = OneshotIntermediate(config, sizes) if width else nn.Identity()
-        self.output = OneshotEncoderOutput(config, width, output)
+        self.output = OneshotEncoderOutput(config, width, output, config.hidden_dropout_prob)
         self.attention_shortcut = (
             nn.Linear(hidden, middle, bias=False) if sizes["attention_shortcut"] else nn.Identity()
         )
@@ -391,6 +392,18 @@ class OneshotEncoderForSequenceClassification(OneshotEncoderPreTrainedModel):
         return SequenceClassifierOutput(loss, logits, outputs.hidden_states, outputs.attentions)
 
 
+class OneshotAnswers(nn.Linear):
+    """The logits of an answer's ends; a training step of a DistilBERT drops a part of what is read."""
+
+    def __init__(self, config: OneshotEncoderConfig) -> None:
+        assert config.num_labels is not None
+        super().__init__(config.hidden_size, config.num_labels)
+        self.dropout = nn.Identity() if config.dense_type == "bert" else classifier_dropout(config)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return nn.Linear.forward(self, self.dropout(hidden_states))
+
+
 class OneshotEncoderForQuestionAnswering(OneshotEncoderPreTrainedModel, BertForQuestionAnswering):
     """The encoder with the logits of an answer's first and last token."""
 
@@ -398,7 +411,7 @@ class OneshotEncoderForQuestionAnswering(OneshotEncoderPreTrainedModel, BertForQ
         BertPreTrainedModel.__init__(self, config)
         self.num_labels = config.num_labels
         self.bert = OneshotEncoderModel(config, add_pooling_layer=False)
-        self.qa_outputs = classifier_of(config)
+        self.qa_outputs = OneshotAnswers(config)
         self.post_init()
 
 

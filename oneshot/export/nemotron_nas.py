@@ -6,7 +6,7 @@ from typing import Any
 from oneshot.architecture import LayerShape, ModelShape, StackShape, scaled_epsilon
 from oneshot.architecture.stated_shapes import WIDTH_STEP
 from oneshot.checkpoint import Model, complete_config
-from oneshot.checkpoint.own_sizes import KEPT_KEYS
+from oneshot.checkpoint.own_sizes import kept_of_input
 from oneshot.export.llama_layers import ADAPTERS, LlamaLayers, reason_against_llama, refuse_different_heads
 from oneshot.families import NAS_MODEL_TYPE
 from oneshot.planning import Grid, Plan
@@ -65,7 +65,7 @@ class NemotronNasForm(LlamaLayers):
 def nemotron_nas_config(config: dict[str, Any], shape: ModelShape, stack: StackShape) -> dict[str, Any]:
     """Return the config.json of a Nemotron-NAS checkpoint from the dense model's config and the new sizes."""
     complete, first = complete_config(config), stack.layers[0]
-    kept = {name: complete[name] for name in KEPT_KEYS if complete.get(name) is not None}
+    kept = kept_of_input(complete)
     rotary = complete["rope_parameters"]
     by_factor = all(layer.intermediate_size % WIDTH_STEP == 0 for layer in stack.layers)
     # engines that do not know rope_parameters read the older keys

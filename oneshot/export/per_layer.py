@@ -7,7 +7,7 @@ from typing import Any
 from oneshot.architecture import LayerShape, ModelShape, StackShape
 from oneshot.architecture.stated_shapes import NOT_IN_LAYERS
 from oneshot.checkpoint import Model, complete_config
-from oneshot.checkpoint.own_sizes import KEPT_KEYS
+from oneshot.checkpoint.own_sizes import kept_of_input
 from oneshot.export.llama_layers import ADAPTERS, LlamaLayers
 from oneshot.families import COMPRESSED_MODEL_TYPE
 from oneshot.planning import Grid, Plan
@@ -52,7 +52,7 @@ class PerLayerForm(LlamaLayers):
 def per_layer_config(config: dict[str, Any], shape: ModelShape, stack: StackShape) -> dict[str, Any]:
     """Return the config.json of a per-layer checkpoint from the dense model's config and the new sizes."""
     complete, stated = complete_config(config), global_sizes(stack)
-    kept = {name: complete[name] for name in KEPT_KEYS if complete.get(name) is not None}
+    kept = kept_of_input(complete)
     if shape.layer_norms:
         kept |= {"hidden_act": complete["activation_function"], "rms_norm_eps": LAYER_NORM_EPSILON}
     return (

@@ -19,6 +19,7 @@ class OneshotConfig(LlamaConfig):
     num_positions: int = 0
     embedding: list[dict] | None = None
     centred_embedding: bool = False
+    residual_dropout: float | int = 0.0
 
     def validate_architecture(self) -> None:
         """Heads need not divide the hidden size here."""
