@@ -21,6 +21,7 @@ from judging import judging_windows, score, text_records
 
 from oneshot.checkpoint import Checkpoint
 from oneshot.evaluation import load_model, score_windows
+from oneshot.evaluation.models import cached
 from oneshot.text import load_tokenizer
 
 DECODE_TOKENS = 16
@@ -66,17 +67,17 @@ class Clock:
             torch.cuda.synchronize(self._device)
 
 
-def generate(model: Any, cache: Any, step: torch.Tensor) -> torch.Tensor:
+def generate(model: Any, cache: dict[str, Any], step: torch.Tensor) -> torch.Tensor:
     """Decode greedily after a prefill; the number of steps is fixed."""
     for _ in range(DECODE_TOKENS):
-        step = model(step, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
+        step = model(step, **cache, use_cache=True).logits[:, -1:].argmax(-1)
     return step
 
 
 def timed(model: Any, ids: torch.Tensor, clock: Clock, rounds: list[Seconds]) -> None:
     """Add one round of a model."""
     output, prefill = clock(partial(model, ids, use_cache=True, logits_to_keep=1))
-    _, decode = clock(partial(generate, model, output.past_key_values, ids[:, -1:]))
+    _, decode = clock(partial(generate, model, cached(output), ids[:, -1:]))
     rounds.append({"prefill": prefill, "decode": decode / DECODE_TOKENS})
 
 

@@ -61,8 +61,7 @@ def measure_latency(
             ids = token_ids.to(next(model.parameters()).device)
             output, seconds = _timed(partial(model, ids, use_cache=True, logits_to_keep=1))
             prefills[position].append(seconds)
-            name = "cache" if "cache" in output else "past_key_values"  # as transformers had it before 5.24
-            cache, step = {name: output[name]}, ids[:, -1:]
+            cache, step = cached(output), ids[:, -1:]
             started = time.perf_counter()
             for _ in range(decode_tokens):
                 step = model(step, **cache, use_cache=True).logits[:, -1:].argmax(-1)
@@ -73,6 +72,12 @@ def measure_latency(
         (statistics.median(prefill[1:]), statistics.median(decode[1:]))
         for prefill, decode in zip(prefills, decodes, strict=True)
     ]
+
+
+def cached(output: Any) -> dict[str, Any]:
+    """Return the argument by which a call goes on from the output of another: its cache."""
+    name = "cache" if "cache" in output else "past_key_values"  # as transformers had it before 5.24, and has until 5.40
+    return {name: output[name]}
 
 
 def _timed(call: Callable[[], Any]) -> tuple[Any, float]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from factories import topics
 
-from oneshot.evaluation.models import load_model
+from oneshot.evaluation.models import cached, load_model
 from oneshot.text import load_tokenizer
 
 NUM_PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 10, 24, 32
@@ -59,10 +59,10 @@ class Expected:
             self.answers = [self._answer(torch.tensor([prompt])) for prompt in self.prompts]
 
     def _answer(self, prompt: torch.Tensor) -> Answer:
-        whole, step, cache = prompt, prompt, None
+        whole, step, cache = prompt, prompt, dict[str, Any]()
         for _ in range(NEW_TOKENS):  # `generate` would stop at the end token or never take it
-            output = self.model(step, past_key_values=cache, use_cache=True)
-            step, cache = output.logits[:, -1:].argmax(-1), output.past_key_values
+            output = self.model(step, **cache, use_cache=True)
+            step, cache = output.logits[:, -1:].argmax(-1), cached(output)
             whole = torch.cat((whole, step), dim=1)
         scores = self.model(whole).logits.log_softmax(-1)[0, :-1].gather(1, whole[0, 1:, None])[:, 0].tolist()
         return {"scores": scores, "tokens": whole[0, PROMPT_TOKENS:].tolist()}

@@ -21,6 +21,7 @@ from oneshot.compression.fold import head_columns
 from oneshot.compression.inner_heads import query_key_subspaces, value_subspaces
 from oneshot.errors import PlanError
 from oneshot.evaluation import evaluate, load_model
+from oneshot.evaluation.models import cached
 from oneshot.export.per_layer import MODELLING_FILE
 from oneshot.linalg.low_rank import query_key_maps, strongest_rotary_pairs, value_subspace
 from oneshot.pipeline import compress
@@ -200,7 +201,7 @@ def test_the_cache_changes_nothing(compressed: Path) -> None:
     with torch.inference_mode():
         whole = model(with_cache, use_cache=False).logits
         half = model(with_cache[:, :7], use_cache=True)
-        rest = model(with_cache[:, 7:], past_key_values=half.past_key_values).logits
+        rest = model(with_cache[:, 7:], **cached(half)).logits
     torch.testing.assert_close(torch.cat((half.logits, rest), 1), whole, rtol=1e-4, atol=1e-5)
 
 
@@ -250,7 +251,7 @@ def test_learned_positions_count_from_the_first_token_behind_padding(
     wanted = model(TOKEN_IDS).logits
     torch.testing.assert_close(model(padded, attention_mask=mask).logits[:, 5:], wanted, rtol=0, atol=1e-5)
     before = model(padded[:, :-3], attention_mask=mask[:, :-3], use_cache=True)
-    after = model(padded[:, -3:], attention_mask=mask, past_key_values=before.past_key_values)
+    after = model(padded[:, -3:], attention_mask=mask, **cached(before))
     torch.testing.assert_close(after.logits, wanted[:, -3:], rtol=0, atol=1e-5)
 
 

@@ -17,6 +17,7 @@ from test_resume import contents, stop_before
 
 from oneshot.checkpoint import open_model
 from oneshot.errors import CheckpointError, PlanError
+from oneshot.evaluation.models import cached
 from oneshot.export import FORMS, form_of
 from oneshot.pipeline import compress
 from oneshot.report.layer_table import layer_table
@@ -77,9 +78,9 @@ def test_bytes_of_the_cache_are_those_of_layers_with_keys_and_values(
     name: str, make_checkpoint: MakeCheckpoint, tmp_path: Path
 ) -> None:
     folder = make_checkpoint(**variants()[name])
-    cache = load(folder)(torch.arange(3, 10).unsqueeze(0), use_cache=True).past_key_values
-    cached = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
-    numbers = sum(layer.keys[0, :, 0].numel() + layer.values[0, :, 0].numel() for layer in cached)
+    (cache,) = cached(load(folder)(torch.arange(3, 10).unsqueeze(0), use_cache=True)).values()
+    holding = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
+    numbers = sum(layer.keys[0, :, 0].numel() + layer.values[0, :, 0].numel() for layer in holding)
     shape = open_model(str(folder), tmp_path).shape
     assert shape.stack().kv_bytes_per_token(1) == numbers > 0
     kept = 0
