@@ -162,10 +162,10 @@ STATED: dict[str, Callable[[dict[str, Any]], Stated]] = {
 
 def _refuse(stack: StackShape) -> None:
     """Raise `_UnsupportedError` for layers that differ in more than FFN widths, heads and ranks."""
+    if any(layer.experts is not None for layer in stack.layers):  # whose heads may read a latent of other sizes
+        raise _UnsupportedError("it is a mixture of experts")
     hidden, head_sizes = stack.embedding_size, {layer.value_size for layer in stack.layers if not layer.carried}
     for number, layer in enumerate(stack.layers):
-        if layer.experts is not None:
-            raise _UnsupportedError("it is a mixture of experts")
         attends = layer.num_attention_heads > 0 or layer.carried > 0
         if not attends or not layer.intermediate_size:
             missing = "FFN" if attends else "attention"

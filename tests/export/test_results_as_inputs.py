@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from factories import Fails, MakeCheckpoint, MakeConfig, cpu_machine, randomise
+from families.cases import CASES, MIXTURES, decoders
 from last_states import assert_passes, keep_last_states
 from safetensors.torch import load_file, save_file
 
@@ -294,6 +295,13 @@ def test_what_cannot_be_an_input_is_refused(name: str, make_random: MakeRandom, 
     options, sizes, others, words = REFUSED[name]
     folder = make_random(options, sizes, **others)
     fails(folder, "cannot be compressed again, because", words, "start from the model it came from", form=None)
+
+
+@pytest.mark.parametrize("name", [name for name in decoders() if CASES[name].refused >= MIXTURES])
+def test_every_mixture_is_refused_as_one(name: str, make_random: MakeRandom, fails: Fails) -> None:
+    options = {"layers": 2, "tied": False} | CASES[name].options
+    folder = make_random(options, [{}] * options["layers"])
+    fails(folder, "because it is a mixture of experts; start from the model it came from", form=None)
 
 
 def test_the_refusal_has_the_command_that_starts_from_the_original(
