@@ -262,16 +262,16 @@ def _round_columns(
     columns lose least before the fits.
     """
 
-    def rounded_at_once(way: StoredColumns) -> RoundedWeight:
+    def rounded_at_once(way: StoredColumns) -> tuple[StoredColumns, torch.Tensor, RoundedWeight]:
         columns, others, order = way
         made = _making_all(others)
-        return rounded(columns, made @ gram[order][:, order].to(made) @ made.T, num_tokens, quantisation)
+        ordered = gram[order.unsqueeze(1), order].to(made)
+        return way, ordered, rounded(columns, made @ ordered @ made.T, num_tokens, quantisation)
 
-    tried = [(way, rounded_at_once(way)) for way in ways]
-    (columns, others, order), of_columns = min(tried, key=lambda one: float(one[1].energies[:, 0].sum()))
+    tried = map(rounded_at_once, ways)  # one after the other: a Gram is large
+    (columns, others, order), ordered, of_columns = min(tried, key=lambda one: float(one[2].energies[:, 0].sum()))
     goal, start = columns, _making_all(others)
-    made, ordered = start, gram[order][:, order].to(start)
-    known, least = trusted_gram(ordered, num_tokens), math.inf
+    made, known, least = start, trusted_gram(ordered, num_tokens), math.inf
     best: tuple[torch.Tensor, RoundedWeight] | None = None
     for step in range(FITS):
         if step:

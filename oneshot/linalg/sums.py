@@ -27,15 +27,7 @@ def add_gram_(total: torch.Tensor, rows: torch.Tensor) -> None:
     Cost: about m n² / 2 multiply-adds, and one pass over `total`; memory for a panel of `n` numbers of float32 times
     `PANEL_WIDTH`. Where oneDNN multiplies: for columns of `TOKENS_TRANSPOSED` rows, and for a square of the width.
     """
-    if rows.device.type == "cpu" and mkl_is_narrow():
-        for part in rows.split(TOKENS_TRANSPOSED):
-            columns = _columns(part)
-            for start, stop in panels(total):
-                _add_tiles_(total[start:stop, start:], columns[start:stop], columns[start:])
-        return
-    rows = _as_factors(rows)
-    for start, stop in panels(total):
-        _add_panel_(total[start:stop, start:], rows[:, start:stop], rows[:, start:])
+    _add_panels_(total, rows, None)
 
 
 def add_product_(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
@@ -46,15 +38,7 @@ def add_product_(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
     """
     if left.dtype != right.dtype:
         left, right = left.float(), right.float()
-    if left.device.type == "cpu" and mkl_is_narrow():
-        for parts in zip(left.split(TOKENS_TRANSPOSED), right.split(TOKENS_TRANSPOSED), strict=True):
-            columns, others = map(_columns, parts)
-            for start, stop in panels(total):
-                _add_tiles_(total[start:stop], columns[start:stop], others)
-        return
-    left, right = _as_factors(left), _as_factors(right)
-    for start, stop in panels(total):
-        _add_panel_(total[start:stop], left[:, start:stop], right)
+    _add_panels_(total, left, right)
 
 
 def add_grams_(totals: torch.Tensor, rows: torch.Tensor) -> None:
@@ -119,8 +103,21 @@ def _float32_products(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return torch.bmm(left.mT, right, out_dtype=torch.float32)
 
 
-def _add_panel_(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    total += cross_gram_(torch.zeros(total.shape, device=total.device), left, right)
+def _add_panels_(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor | None) -> None:
+    """Add `leftᵀ right` by panels; without `right`, `leftᵀ left` on and above the diagonal."""
+    places = [(start, stop, start if right is None else 0) for start, stop in panels(total)]
+    if left.device.type == "cpu" and mkl_is_narrow():
+        for at in range(0, len(left), TOKENS_TRANSPOSED):
+            columns = _columns(left[at : at + TOKENS_TRANSPOSED])
+            others = columns if right is None else _columns(right[at : at + TOKENS_TRANSPOSED])
+            for start, stop, first in places:
+                _add_tiles_(total[start:stop, first:], columns[start:stop], others[first:])
+        return
+    left = _as_factors(left)
+    factors = left if right is None else _as_factors(right)
+    for start, stop, first in places:
+        panel = total[start:stop, first:]
+        panel += cross_gram_(torch.zeros(panel.shape, device=panel.device), left[:, start:stop], factors[:, first:])
 
 
 def _columns(rows: torch.Tensor) -> torch.Tensor:
