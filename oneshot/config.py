@@ -268,15 +268,17 @@ class Config:
         if self.bits is not None and not (math.isfinite(self.bits) and 0 < self.bits <= 16):
             raise ConfigError(f"--bits {self.bits} is out of range: give a number above 0 and up to 16.")
         if self.bits is not None and self.target.gguf_bytes is not None:
-            raise ConfigError("Give either --bits or --max-file-size, which say the same.")
+            raise ConfigError("--bits and --max-file-size say the same; leave out --bits.")
         if self.quantises and self.form != "gguf":
             raise ConfigError("--bits and --max-file-size are of GGUF files alone; add --form gguf, or leave them out.")
         if self.quantises and self.save_dtype == "q8_0":
-            raise ConfigError("--bits and --max-file-size choose the types of tensors; leave --save-dtype q8_0 out.")
+            raise ConfigError("--bits and --max-file-size choose the types of tensors; leave out --save-dtype q8_0.")
         if self.save_dtype == "q8_0" and self.form != "gguf":
             raise ConfigError("--save-dtype q8_0 is a type of GGUF files (--form gguf) alone; leave it out.")
         if self.quantise is not None and self.form == "gguf":
-            raise ConfigError("--quantise is not of GGUF files; give --bits 4.5 or --max-file-size instead.")
+            raise ConfigError(
+                "--quantise is not of GGUF files, whose types --bits and --max-file-size choose; leave it out."
+            )
         if self.quantise is not None and self.target.budget == "bytes":
             raise ConfigError("--quantise changes what --budget bytes is a share of; give --max-size instead.")
 

@@ -72,7 +72,8 @@ def followed(clause: str, cause: str, named: list[str], options: Mapping[str, st
         values = [(named[0], "none")] if named else []
     left = re.search(r"leave (it|them|both)? ?out(.*)", clause)
     if left:
-        gone = named[:1] if left[1] else [flag for flag, _ in mentions(left[2])]
+        whole = named if left[1] in ("them", "both") else named[:1]
+        gone = whole if left[1] else [flag for flag, _ in mentions(left[2])]
         values = [(flag, value) for flag, value in values if flag not in gone]
         for flag in gone:
             changed.pop(flag, None)

@@ -61,6 +61,21 @@ def test_every_option_named_exists(document: Path) -> None:
     assert named(document, r"(?<![\w-])--[a-z][\w-]*") - FOREIGN - known == set()
 
 
+def test_the_demo_ends_with_rows_and_with_options_and_pages_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    ours, favour, against, advice = importlib.import_module("demo").elsewhere().splitlines()
+    scores = [[float(score) for score in re.findall(r"× ([0-9.]+)", line)] for line in (ours, favour, against)]
+    assert [len(found) for found in scores] == [1, 2, 1]
+    assert 1 < scores[1][0] < scores[1][1]  # the best other tool
+    assert 1 < scores[2][0] < scores[0][0]
+    parser = compress_parser()
+    options = re.findall(r"--[a-z-]+(?: gguf)?", advice)
+    assert options == ["--form gguf", "--max-file-size"]
+    assert all(option.partition(" ")[0] in parser._option_string_actions for option in options)
+    (page,) = re.findall(r"docs/[\w-]+\.md", advice)
+    assert (ROOT / page).exists()
+
+
 @pytest.mark.parametrize("document", GUIDES, ids=lambda path: path.name)
 def test_every_key_named_exists(document: Path) -> None:
     known = {*settings(), "key"}

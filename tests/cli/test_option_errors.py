@@ -1,12 +1,27 @@
 """Errors of the command line about the options: out of range, out of reach, or against each other."""
 
 import re
+from itertools import product
 from typing import Any
 
 import pytest
+from advice import advised, mentions
 from factories import Fails, MakeCheckpoint
 
-from oneshot.cli.compress import main
+from oneshot.cli.compress import build_parser, main
+from oneshot.cli.options import parse_config
+from oneshot.errors import ConfigError
+
+# options that say how weights are stored, and how large they are; None leaves one out
+OF_TYPES = {
+    "--bits": (None, "4.5"),
+    "--max-file-size": (None, "1MB"),
+    "--form": (None, "gguf", "stock", "nemotron-nas"),
+    "--quantise": (None, "w4a16"),
+    "--save-dtype": (None, "q8_0", "bfloat16"),
+    "--sparsity": (None, "0.2"),
+    "--max-size": (None, "1MB"),
+}
 
 
 @pytest.mark.parametrize("sparsity", ["abc", "1.5", "-0.1", "nan", "1", "inf", ""])
@@ -66,3 +81,36 @@ def test_a_target_out_of_reach_names_the_most_that_can_go(make_checkpoint: MakeC
     assert float(more) > float(most)
     options = [f"--sparsity={more}", "--set=heads=id", "--calibration=builtin", "--dry-run", "--device=cpu"]
     assert main([str(checkpoint), *options]) == 0
+
+
+def refusal_of(options: dict[str, str]) -> str | None:
+    """Return why a command with these options is refused before anything is read; None if it is not."""
+    arguments = build_parser("compress").parse_args(["folder", "--output=out", *map("=".join, options.items())])
+    try:
+        parse_config(arguments, sparsity=None if arguments.sparsity is None else float(arguments.sparsity[0]))
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def test_advice_beside_types_of_tensors_leads_to_a_command_that_runs() -> None:
+    """Follow every alternative of every refusal to the letter, until only the size is to be chosen."""
+    refused = 0
+    for values in product(*OF_TYPES.values()):
+        options = {flag: value for flag, value in zip(OF_TYPES, values, strict=True) if value is not None}
+        waiting = [(options, frozenset[str]())]
+        while waiting:
+            options, before = waiting.pop()
+            message = refusal_of(options)
+            if message is None or message.startswith("Give exactly one target"):
+                continue
+            assert message not in before, options
+            changed = list(advised(message, options))
+            assert changed, message
+            for again in changed:
+                chosen = {flag for flag in again if again[flag] != options.get(flag)}
+                told = {flag for flag, _ in mentions((refusal_of(again) or "").rpartition("; ")[0])}
+                assert not chosen & told, (message, again)
+            waiting += [(again, before | {message}) for again in changed]
+            refused += 1
+    assert refused > 100

@@ -148,8 +148,8 @@ def test_options_that_say_nothing_are_refused() -> None:
     for options, sentence in (
         ({"bits": 4.5}, "add --form gguf"),
         ({"bits": 0.0, "form": "gguf"}, "--bits 0.0 is out of range"),
-        ({"bits": 4.5, "gguf_bytes": 9, "form": "gguf"}, "either --bits or --max-file-size"),
-        ({"bits": 4.5, "form": "gguf", "save_dtype": "q8_0"}, "leave --save-dtype q8_0 out"),
+        ({"bits": 4.5, "gguf_bytes": 9, "form": "gguf"}, "say the same; leave out --bits"),
+        ({"bits": 4.5, "form": "gguf", "save_dtype": "q8_0"}, "leave out --save-dtype q8_0"),
     ):
         with pytest.raises(ConfigError, match=sentence):
             Config.of("model", sparsity=0.1, **options)
