@@ -46,6 +46,8 @@ from tables.prose import (
     little_text,
     more_kinds,
     num_families,
+    peers_passes,
+    peers_passes_of_mixture,
     seconds_of_7b,
     seconds_of_coder,
     speed_by_parameters,
@@ -54,7 +56,7 @@ from tables.prose import (
 )
 from tables.quality import parts_table, quality_table, tokens_table
 from tables.quantise import quantise_table
-from tables.runs import memory_table, overhead_table, processes_counted_table
+from tables.runs import memory_table, overhead_table, peers_seconds_table, processes_counted_table
 from tables.serve_speed import serve_speed_table
 from tables.speed import every_speed_table
 from tables.tasks import acceptance_table, written_table
@@ -97,6 +99,7 @@ TABLES = {
     "every_speed": (every_speed_table, "speed"),
     "paired_parts": (paired_parts_table, "quality"),
     "overhead": (overhead_table, "overhead"),
+    "peers_seconds": (peers_seconds_table, "peers_seconds"),
     "memory": (memory_table, "memory"),
     "own_types": (own_types_table, "tensor_types"),
     "types_alone": (types_alone_table, "types_speed"),
@@ -141,6 +144,8 @@ VALUES = {
     "coder_kinds": coder_kinds,
     "little_text": little_text,
     "more_kinds": more_kinds,
+    "peers_passes": peers_passes,
+    "peers_passes_of_mixture": peers_passes_of_mixture,
     "quick_start_time": quick_start_time,
     **{f"quick_start_{name}": partial(seconds_of, name) for name in ("dry_run", "chat", "evaluation")},
 }

@@ -5,6 +5,7 @@ from harness import Row, latest, read_rows
 from oneshot.families import FAMILIES
 from tables.gpu_measured import rows_of
 from tables.gpu_quality import accuracy, default_row
+from tables.runs import passes, peers_runs
 from tables.speed import newest_rows
 
 FORMS = ("per-layer", "per-layer, expanded")
@@ -131,3 +132,38 @@ def _eager(form: str, *, budget: str = "parameters", batch: int = 1, length: int
     wanted |= {"form": form, "budget": budget, "batch": batch, "length": length, "laid_out": laid_out}
     [row] = (row for row in newest_rows() if wanted.items() <= row.items())
     return row
+
+
+def peers_passes() -> str:
+    """Return how many dense passes over little text each tool's run takes on SmolLM2."""
+    ratio = _passes("SmolLM2-135M-Instruct")
+    flap, slicegpt, optipfair = (ratio[tool] for tool in ("FLAP", "SliceGPT", "optipfair"))
+    return (
+        f"FLAP {flap}, optipfair {optipfair}, SliceGPT {slicegpt}, ours {ratio['oneshot, stock']} in the stock form "
+        f"and {ratio['oneshot, per-layer']} in the per-layer form. In float32, as the others, ours takes "
+        f"{ratio['oneshot, stock, float32']} and {ratio['oneshot, per-layer, float32']}"
+    )
+
+
+def peers_passes_of_mixture() -> str:
+    """Return how many dense passes over little text a run takes that makes a small mixture smaller."""
+    ratio = _passes("Qwen3-MoE, 6 layers of 32 experts, random weights")
+    theirs = (ratio[f"llm-compressor, REAP, {which}"] for which in ("its default", "routed experts alone"))
+    ours = (ratio[f"oneshot, REAP's choice, {which}"] for which in ("uncorrected", "corrected"))
+    neurons = (ratio[f"oneshot, neurons, {form}"] for form in ("stock", "per-layer"))
+    return (
+        f"llm-compressor's REAP takes {', or '.join(theirs)} if only routed experts are computed. Ours takes "
+        f"{' uncorrected and '.join(ours)} corrected for REAP's choice, and for neurons "
+        f"{' in the stock form and '.join(neurons)} in the per-layer form"
+    )
+
+
+def _passes(model: str) -> dict[str, str]:
+    """Return the dense passes of the runs of a model, by tool (its first run) and by tool and what goes."""
+    found: dict[str, str] = {}
+    for rows in peers_runs():
+        tool, method = rows[0]["tool"], rows[0]["method"]
+        if rows[0]["model"] == model:
+            found.setdefault(tool, f"{passes(rows):.1f}")
+            found[f"{tool}, {method}"] = f"{passes(rows):.1f}"
+    return found

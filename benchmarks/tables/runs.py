@@ -2,7 +2,7 @@
 
 from statistics import fmean
 
-from harness import Row, latest, read_rows
+from harness import Row, key_of, latest, read_rows
 
 from tables.cells import markdown, origin
 
@@ -104,3 +104,52 @@ def processes_counted_table() -> str:
         "process had a core of its own and exchanges took no time. What all compute together includes what each of "
         f"them repeats, such as reading layers. SmolLM2-135M-Instruct, per-layer, −20%, {origin(rows)}.",
     )
+
+
+def peers_seconds_table() -> str:
+    """Return the CPU seconds and the memory of other tools' own code beside ours, in dense passes over the text."""
+    runs = peers_runs()
+    newest = [rows[-1] for rows in runs]
+    lines = [
+        [
+            row["model"],
+            f"**{row['tool']}**" if row["tool"] == "oneshot" else row["tool"],
+            row["method"],
+            f"{row['removed']:.1%}",
+            f"{fmean(one['cpu_seconds'] for one in rows):.0f} s",
+            f"{passes(rows):.1f}",
+            ", ".join(f"{one['ratio']:.1f}" for one in rows),
+            f"{max(one['peak_bytes'] for one in rows) / 1e9:.2f} GB",
+        ]
+        for row, rows in zip(newest, runs, strict=True)
+    ]
+    sources = {
+        row["tool"]: f"{row['source']}, transformers {row['tool_versions']['transformers']}"
+        + ("" if row["patched"] == "–" else f" (patched: {row['patched']})")
+        for row in newest
+        if row["tool"] != "oneshot"
+    }
+    return markdown(
+        ["model", "tool", "what goes", "removed", "run", "÷ dense pass", "each", "peak memory"],
+        lines,
+        f"{newest[0]['num_tokens']:,} tokens of builtin for all, one thread; CPU seconds of processes that read a "
+        "folder and write one. The dense pass (float32, logits of all tokens) ran in the same environment. The ratio "
+        "leaves out the imports of torch and transformers. Other tools computed in float32; ours took bfloat16 by "
+        "`--dtype auto` where no dtype is named, and ends with a check on held-out text. "
+        f"{'; '.join(f'{tool}: {source}' for tool, source in sources.items())}. "
+        f"{origin([row for rows in runs for row in rows])}.",
+    )
+
+
+def peers_runs() -> list[list[Row]]:
+    """Return the rows of each run of `peers.py`: model by model, other tools before ours."""
+    runs: dict[tuple[str, ...], list[Row]] = {}
+    for row in read_rows("peers_seconds"):
+        runs.setdefault(key_of(row, "model", "tool", "method"), []).append(row)
+    order = list(dict.fromkeys(model for model, *_ in runs))
+    return sorted(runs.values(), key=lambda rows: (order.index(rows[0]["model"]), rows[0]["tool"] == "oneshot"))
+
+
+def passes(rows: list[Row]) -> float:
+    """Return the dense passes of a run of `peers.py`, the mean over its turns."""
+    return fmean(row["ratio"] for row in rows)
