@@ -23,6 +23,7 @@ SaveDtype = Literal["keep", "float32", "bfloat16", "float16", "q8_0"]
 
 QuantiseName = Literal["w4a16", "w8a8", "fp8", "nvfp4", "mxfp4"]
 
+MOST_SEED = 2**53 - 1  # steps add to a seed, and torch takes 64 bits
 MAX_FILE_BYTES = 5 * 10**9  # transformers' default of max_shard_size
 
 # Fields that say where things are and what may be done, and do not change the result.
@@ -265,6 +266,8 @@ class Config:
     def __post_init__(self) -> None:
         check_values(self)
         check_minimum(self, max_file_bytes=1)
+        if not 0 <= self.seed <= MOST_SEED:
+            raise ConfigError(f"--seed {self.seed} is out of range: give an integer from 0 to {MOST_SEED}.")
         if self.bits is not None and not (math.isfinite(self.bits) and 0 < self.bits <= 16):
             raise ConfigError(f"--bits {self.bits} is out of range: give a number above 0 and up to 16.")
         if self.bits is not None and self.target.gguf_bytes is not None:
@@ -289,7 +292,7 @@ class Config:
 
     @staticmethod
     def of(
-        checkpoint: str | Path, output: str | Path | None = None, *, recipe: str = "oneshot", **options: Any
+        checkpoint: str | Path, output: str | os.PathLike[str] | None = None, *, recipe: str = "oneshot", **options: Any
     ) -> "Config":
         """Make a config from flat options, such as `sparsity=0.2, calibration="text.jsonl", ffn="obs"`.
 

@@ -45,6 +45,8 @@ def request(
     Raises a subclass of `OneshotError` for everything that cannot be used.
     """
     given = {name: value for name, value in options.items() if value is not None}
+    if not isinstance(output, str | os.PathLike | None):
+        raise ConfigError(f"An output of the type {type(output).__name__} is not a path; give one.")
     if isinstance(model, Config):
         if output is not None or given:
             raise ConfigError("A Config has all options; give them there.")
@@ -53,6 +55,8 @@ def request(
         return
     with usual_settings(), python_words(), scratch_folder(_scratch(given)) as folder, python_words(folder):
         in_memory = []
+        plain = {name: value for name, value in given.items() if name != "calibration"}
+        Config.of("model", "output", **plain)  # wrong values are told of before anything is written
         calibration = given.get("calibration", "")
         if not isinstance(calibration, str | os.PathLike):
             limit, seed = given.get("num_sequences", TextOptions().num_sequences), given.get("seed", 0)

@@ -75,9 +75,14 @@ def in_words_of_python(text: str, scratch: Path | None = None) -> str:
         text = re.sub(rf"{place}/[^\s;,:)]*[^\s;,:).]", "the given model", text)
     for shell, own in HELP.items():
         text = text.replace(shell, own)
-    text = SETTING.sub(lambda found: _argument(found[1], found[2]), text)
+    text = SETTING.sub(_setting, text)
     text = COMMAND.sub(_call, text).replace("--set ", "")
     return FLAG.sub(_flag, text)
+
+
+def _setting(found: re.Match[str]) -> str:
+    is_quoted = not found[2] and found.string[found.end() : found.end() + 1] in tuple("'\"[({<")
+    return f"{found[1]}=" if is_quoted else _argument(found[1], found[2])
 
 
 def _call(found: re.Match[str]) -> str:
@@ -97,8 +102,8 @@ def _flag(found: re.Match[str]) -> str:
 
 
 def _argument(name: str, value: str) -> str:
-    is_number = re.fullmatch(r"-?\d+(\.\d+)?(e-?\d+)?", value) is not None
-    return f"{name}={value if is_number else repr(value)}" if value else name
+    is_word = re.fullmatch(r"-?\d+(\.\d+)?(e-?\d+)?|True|False|None", value) is None
+    return f"{name}={repr(value) if is_word else value}" if value else name
 
 
 def _words(option: str) -> tuple[str, ...]:

@@ -1,6 +1,7 @@
 """`oneshot.compress` on objects in memory does what it does on the files that hold the same."""
 
 import json
+import re
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from factories import MakeCheckpoint, build_model, topics
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader, TensorDataset
@@ -251,3 +253,36 @@ def test_a_list_of_sparsities_gives_a_list_of_results(
     for wrong in ([], [0.1, "much"], [0.1, 1.5], [0.1, 0.101]):
         with pytest.raises(ConfigError, match="sparsit"):
             oneshot.compress(folder, tmp_path / "wrong", sparsity=wrong, **options)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        ({"seed": "x"}, "seed 'x' is of the type str; give an integer"),
+        ({"seed": 1.5}, "seed=1.5 is of the type float; give an integer"),
+        ({"seed": -1}, "seed=-1 is out of range: give an integer from 0 to 9007199254740991"),
+        ({"seed": 2**53}, "seed=9007199254740992 is out of range"),
+        ({"seed": 2**70}, "is out of range"),
+        ({"num_sequences": "4"}, "num_sequences '4' is of the type str; give an integer"),
+        ({"num_sequences": 4.5}, "num_sequences=4.5 is of the type float; give an integer"),
+        ({"num_sequences": 0}, "num_sequences=0 is out of range"),
+    ],
+)
+def test_wrong_values_are_told_of_before_objects_are_read(wrong: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    """No text in memory is drawn by a wrong seed or number, and no model in memory is written."""
+    rows = [{"text": text} for text in TEXTS]
+    texts = (TEXTS, rows, Dataset.from_list(rows), DataLoader(TensorDataset(torch.ones(8, 32).long())), "builtin")
+    for text in texts:
+        with pytest.raises(ConfigError, match=re.escape(reason)):
+            oneshot.compress(object(), tmp_path / "out", calibration=text, **SMALL | wrong)
+
+
+def test_the_largest_seed_draws_text_in_memory(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    for form in ("stock", "per-layer"):
+        options = SMALL | SIZES | {"seed": 2**53 - 1, "form": form, "overwrite": True}
+        oneshot.compress(make_checkpoint(), tmp_path / "out", calibration=Dataset.from_dict({"text": TEXTS}), **options)
+
+
+def test_an_output_that_is_not_a_path_is_refused(make_checkpoint: MakeCheckpoint) -> None:
+    with pytest.raises(ConfigError, match="An output of the type float is not a path; give one"):
+        oneshot.compress(make_checkpoint(), 0.2, **SMALL)  # type: ignore[call-overload]

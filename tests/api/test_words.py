@@ -27,6 +27,9 @@ SENTENCES = {
     "allow --max-memory 653MiB.": "allow max_memory='653MiB'.",
     "leave out --set value_size and inner_sizes.": "leave out value_size and inner_sizes.",
     "give a larger --set damping=": "give a larger damping",
+    "--set heads=True is of the type bool.": "heads=True is of the type bool.",
+    "--set overwrite='yes' is of the type str.": "overwrite='yes' is of the type str.",
+    "--set keep=[3] is of the type list.": "keep=[3] is of the type list.",
     "sparsty is not an option, see --help and --help-methods; did you mean sparsity?": "sparsty is not an option, see "
     "help(oneshot.compress) and oneshot.RECIPES; did you mean sparsity?",
     "start anew: oneshot compress 'my models/a' --form per-layer --sparsity 0.36.": "start anew: "
