@@ -91,7 +91,7 @@ class OneWriterTask(SublayerTask, ABC):
         )
         for x, _ in states.read(self.every(states)):
             sums.update_(current, x)
-        linears = sums.finish(self.machine.workers, self.curvature)
+        linears = sums.finish(self.machine.workers, self.curvature, shrinks=True)
         if self.rounds:
             work.inputs[self.index] = next(iter(linears.values())).inputs.gram
         jobs = [partial(linears[kind].nearest, rank) for kind, rank in self.ranks.items()]

@@ -11,6 +11,9 @@ the Gram of what the linear reads. Its rows count by what they do:
 
 Where a norm follows the writer (`compression.branch_norm`), tokens and the writer's rows count as that norm lets them.
 
+Of few tokens `H` shrinks towards its diagonal, by the share of what different inputs have in common that is chance
+(`shrinkage_of`). In a profile it does not: prices of shrunk Grams were not measured.
+
 With output curvature (`compression.curvature`) the rows of queries and keys, and of `o_proj`, count by a matrix `G`
 instead of `diag(w)`, and the columns of `down_proj` by their costs.
 
@@ -29,7 +32,13 @@ from oneshot_kernels import suffix_sums
 from oneshot.architecture import Attention, FeedForward, Mixer, ModelShape, RankedKind, Sublayer, read_by
 from oneshot.compression.branch_norm import BranchNorm
 from oneshot.compression.curvature import LayerCurvature, column_costs
-from oneshot.compression.statistics import GramAccumulator, HeadGramAccumulator
+from oneshot.compression.statistics import (
+    GramAccumulator,
+    HeadGramAccumulator,
+    Statistics,
+    shrinkage_of,
+    towards_diagonal,
+)
 from oneshot.linalg.interpolative import spanning_columns
 from oneshot.linalg.low_rank import damped_root
 from oneshot.linalg.pca import principal_components
@@ -78,18 +87,23 @@ def cost_of_rank(outputs: int, inputs: int) -> float:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs of linears, by their `gram (n, n)`; linears with the same inputs share the root. `of`: their name."""
+    """The inputs of linears, by their `gram (n, n)`; linears with the same inputs share the root.
+
+    `shrinkage`: share of what different inputs have in common that is taken for chance. `of`: their name.
+    """
 
     gram: torch.Tensor
+    shrinkage: float = 0.0
     of: str = "inputs of a linear of low rank"
 
     @cached_property
     def root(self) -> torch.Tensor:
-        """Return `L (n, n)`, `L Lᵀ = H`, in float64.
+        """Return `L (n, n)`, `L Lᵀ = H`, in float64; H is the Gram, shrunk towards its diagonal.
 
         On CUDA in float32: the result is stored in at most as many digits, and many cards are slow in float64.
         """
-        return damped_root(self.gram, self.of).to(torch.float32 if self.gram.is_cuda else torch.float64)
+        gram = towards_diagonal(self.gram, self.shrinkage)
+        return damped_root(gram, self.of).to(torch.float32 if self.gram.is_cuda else torch.float64)
 
 
 @dataclass(frozen=True)
@@ -196,20 +210,30 @@ class RankAccumulator:
             for total, rows in zip(self._energies, factors, strict=True):
                 total += (rows.float() if scales is None else rows.float() * scales).square().sum(0)
 
-    def finish(self, workers: Workers, curvature: LayerCurvature | None = None) -> dict[RankedKind, Ranked]:
-        """Return the sublayer's linears with the sums of all workers; `curvature` is the layer's."""
+    def finish(
+        self, workers: Workers, curvature: LayerCurvature | None = None, *, shrinks: bool = False
+    ) -> dict[RankedKind, Ranked]:
+        """Return the sublayer's linears with the sums of all workers; `curvature` is the layer's.
+
+        `shrinks`: whether Grams of few tokens shrink towards their diagonals.
+        """
         tensors, branch_norm = self._tensors, self._branch_norm
-        gram = self._inputs.finish(workers).gram
+
+        def inputs_of(sums: Statistics) -> Inputs:
+            return Inputs(sums.gram, shrinkage_of(len(sums.gram), sums.num_rows) if shrinks else 0.0)
+
+        inputs = inputs_of(self._inputs.finish(workers))
+        gram = inputs.gram
         if isinstance(self._mixer, Attention):
-            heads, grams = self._heads.finish(workers).gram, [one.finish(workers) for one in self._grams]
+            heads, grams = inputs_of(self._heads.finish(workers)), [one.finish(workers) for one in self._grams]
             together = torch.cat([tensors[f"{linear}.weight"] for linear in (self._mixer.q, self._mixer.k)])
             output = tensors[f"{self._mixer.out}.weight"]
             of_scores = _query_key_weights(*grams) if curvature is None else curvature.query_key
             of_output = gram.new_ones(len(output)) if branch_norm is None else branch_norm.gain.square()
             of_output = of_output if curvature is None else curvature.output
             return {
-                "query_key": Ranked(together.to(gram), Inputs(gram), of_scores),
-                "output": Ranked(output.to(heads), Inputs(heads), of_output),
+                "query_key": Ranked(together.to(gram), inputs, of_scores),
+                "output": Ranked(output.to(gram), heads, of_output),
             }
         workers.sum_(self._energies)
         assert isinstance(self._mixer, FeedForward)
@@ -220,7 +244,6 @@ class RankAccumulator:
         else:
             columns = column_costs(down, curvature.ffn)
         gates, ups = self._energies * columns
-        inputs = Inputs(gram)
         return {
             "gate": Ranked(tensors[f"{self._mixer.gate}.weight"].to(gram), inputs, ups),
             "up": Ranked(tensors[f"{self._mixer.up}.weight"].to(gram), inputs, gates),

@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM
 from oneshot.architecture import RANKED_KINDS, ModelShape, RankedKind
 from oneshot.architecture.stated_shapes import per_layer_shape
 from oneshot.compression.ranks import Inputs, Ranked
+from oneshot.compression.statistics import shrinkage_of
 from oneshot.errors import OneshotError
 from oneshot.evaluation import load_model
 from oneshot.export.per_layer import PerLayerForm
@@ -84,6 +85,28 @@ def test_the_factors_are_the_best_of_their_rank(
     assert len(errors) == min(rows, columns) + 1
     share = (singular[rank:] ** 2).sum() / (singular**2).sum()  # of float32 products
     np.testing.assert_allclose(errors[rank], share, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 8])
+def test_ranks_from_few_tokens_for_an_input_are_also_right_on_text_of_another_kind(tokens: int) -> None:
+    """They lose less there by the shrunk Gram than by the sums as they are, or by squares alone."""
+    size = 48
+    errors = dict.fromkeys((0.0, shrinkage_of(size, tokens * size), 1.0), 0.0)
+    for seed in range(4):
+        generator = torch.Generator().manual_seed(seed)
+
+        def drawn(*shape: int, generator: torch.Generator = generator) -> torch.Tensor:
+            return torch.randn(shape, generator=generator)
+
+        shared = torch.eye(size) + 0.15 * drawn(size, size)
+        rows, others = (drawn(count, size) @ (shared + 0.1 * drawn(size, size)) for count in (tokens * size, 50 * size))
+        weight = drawn(size, size)
+        for share in errors:
+            linear = Ranked(weight, Inputs(rows.T @ rows, share), torch.ones(size))
+            missed = weight - linear.nearest(size // 2).whole(torch.float32)
+            errors[share] += float((others @ missed.T).square().sum() / (others @ weight.T).square().sum())
+    as_they_are, shrunk, squares = errors.values()
+    assert shrunk < min(as_they_are, squares)
 
 
 @given(
@@ -299,6 +322,42 @@ def test_the_stored_numbers_are_those_of_the_plan(make_checkpoint: MakeCheckpoin
             found += rank is not None
             assert stored[f"{prefix}{linear}.weight"].shape[1] == (rank or 32)
     assert found > 1
+
+
+@pytest.mark.parametrize(("num_sequences", "chance"), [(4, 5 * (1 - 4 / 16) / (5 + 4)), (16, 0.0)])
+def test_a_rank_is_the_best_by_a_gram_that_few_tokens_shrink(
+    num_sequences: int, chance: float, make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+) -> None:
+    """Compare the first queries and keys with NumPy, of 4 tokens for each of 32 inputs and of 16."""
+    config = make_config(
+        make_checkpoint(tied=True), **PLANNED, curvature="none", sparsity=0.3, round_to=4, num_sequences=num_sequences
+    )
+    compress(config)
+    dense = AutoModelForCausalLM.from_pretrained(config.checkpoint).eval()
+    attention, prefix, inputs = dense.model.layers[0].self_attn, "model.layers.0.self_attn.", list[Rows]()
+    attention.q_proj.register_forward_hook(lambda _, read, __: inputs.append(read[0].double().flatten(0, 1).numpy()))
+    with torch.no_grad():
+        dense(calibration_tokens(config), use_cache=False)
+    [rows] = inputs
+    assert len(rows) == num_sequences * 32
+    weight = torch.cat([attention.q_proj.weight, attention.k_proj.weight]).detach().double().numpy()
+    queries, keys = np.split((rows @ weight.T) ** 2, [GROUPS * PER_GROUP * SIZE], axis=1)
+    of_queries = queries.sum(0).reshape(GROUPS, PER_GROUP, 2, SIZE // 2).sum((1, 2))
+    of_keys = keys.sum(0).reshape(GROUPS, 2, SIZE // 2).sum(1)
+    row_weights = np.concatenate(
+        (np.tile(of_keys[:, None, None], (1, PER_GROUP, 2, 1)).ravel(), np.tile(of_queries[:, None], (1, 2, 1)).ravel())
+    )
+    gram = rows.T @ rows
+    gram += chance * (np.diag(gram.diagonal()) - gram)
+    gram += ROOT_DAMPING * np.trace(gram) / len(gram) * np.eye(len(gram))
+    stored = load_file(Path(config.output) / "model.safetensors")
+    order, others = stored[f"{prefix}qk_read.columns"], stored[f"{prefix}qk_read.weight"].double()
+    columns = torch.cat([stored[f"{prefix}{name}_proj.weight"] for name in "qk"]).double()
+    rank, found = columns.shape[1], np.empty_like(weight)
+    found[:, order.numpy()] = torch.cat((columns, columns @ others.T), 1).numpy()
+    left, singular, right = best_of_rank(weight, gram, row_weights)
+    best = (left[:, :rank] * singular[:rank]) @ right[:rank] / np.sqrt(row_weights)[:, None]
+    np.testing.assert_allclose(found, best, rtol=1e-2, atol=1e-3 * np.abs(best).max())
 
 
 def test_the_terminal_counts_them(
