@@ -238,7 +238,7 @@ def test_neurons_are_stored_by_falling_norms_of_the_columns_that_read_them(
 
 NVFP4 = {"quantise": "nvfp4", "save_dtype": "bfloat16"}
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({}, {"form": "gguf"}, "give --bits"),
+    ({}, {"form": "gguf"}, "whose types --bits and --max-file-size choose; leave it out"),
     ({}, {"budget": "bytes"}, "give --max-size"),
     ({"hidden": 40, "width": 64}, {}, "do not divide the 40 and 64 inputs"),
     ({"hidden": 40, "width": 64}, NVFP4, "groups of 16 inputs, which do not divide the 40 and 64 inputs"),
