@@ -13,6 +13,6 @@ from oneshot.architecture.latent import LatentSizes
 from oneshot.architecture.layer_shape import RANKED_KINDS, LayerShape, RankedKind, TableShape
 from oneshot.architecture.resizing import FIXED_HEADS_ALONE, scaled_epsilon, set_sizes, set_width
 from oneshot.architecture.shapes import ModelShape, StackShape
-from oneshot.architecture.sizes import check_layers, read_shape
+from oneshot.architecture.sizes import check_layers, read_shape, wrong_tensor
 from oneshot.architecture.stack import Stack
 from oneshot.architecture.sublayers import Attention, FeedForward, Mixer, Norm, Sublayer, read_by

@@ -11,6 +11,8 @@ from oneshot.architecture.latent import LatentSizes
 from oneshot.architecture.shapes import ModelShape
 from oneshot.errors import CheckpointError
 
+Shape = tuple[int, ...]
+
 LARGEST_SIZE = 2**31 - 1
 DEFAULT_BUCKETS = 32  # of relative positions, transformers' default
 
@@ -262,7 +264,16 @@ def check_layers(family: Description, shape: ModelShape, stored: Mapping[str, tu
     in_layers = {name for name in stored if family.is_in_layers(name) and "rotary_emb" not in name}
     for name in sorted(expected.keys() | in_layers):
         if stored.get(name) != expected.get(name):
-            raise CheckpointError(
-                f"{name} has shape {stored.get(name)} where config.json of a {family.model_type} model asks for "
-                f"{expected.get(name)}; give a complete, unmodified checkpoint."
-            )
+            raise wrong_tensor(name, stored.get(name), expected.get(name), family)
+
+
+def wrong_tensor(name: str, stored: Shape | None, expected: Shape | None, family: Description) -> CheckpointError:
+    """Return the error of a tensor that is missing, unexpected, or of another size."""
+    asks, remedy = f"config.json of a {family.model_type} model", "give a complete, unmodified checkpoint"
+    if stored is None:
+        if name == family.head:
+            remedy += ", or set tie_word_embeddings to true in config.json if the head is the embedding"
+        return CheckpointError(f"The checkpoint lacks {name} {expected}, which {asks} asks for; {remedy}.")
+    if expected is None:
+        return CheckpointError(f"The checkpoint has {name} {stored}, which {asks} does not ask for; {remedy}.")
+    return CheckpointError(f"{name} has shape {stored} where {asks} asks for {expected}; {remedy}.")

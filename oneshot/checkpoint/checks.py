@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from oneshot.architecture import Description, ModelShape
+from oneshot.architecture import Description, ModelShape, wrong_tensor
 from oneshot.checkpoint.reader import Checkpoint
 from oneshot.checkpoint.stock import complete_text_config, sample_model, tied_names
 from oneshot.errors import CheckpointError, cause
@@ -73,10 +73,7 @@ def check_outside(checkpoint: Checkpoint, family: Description, shape: ModelShape
     for name in sorted(names - tied):
         stored = checkpoint.shapes.get(name)
         if not name.endswith("rotary_emb.inv_freq") and stored != expected.shapes.get(name):
-            raise CheckpointError(
-                f"{name} has shape {stored} where config.json of a {family.model_type} model asks for "
-                f"{expected.shapes.get(name)}; give a complete, unmodified checkpoint."
-            )
+            raise wrong_tensor(name, stored, expected.shapes.get(name), family)
 
 
 def lacks_pooler(stored: Collection[str]) -> bool:
@@ -103,10 +100,7 @@ def check_carried(checkpoint: Checkpoint, family: Description, shape: ModelShape
         own = {name: tuple(one.shape) for name, one in layer.state_dict().items() if not name.startswith(of_ffn)}
         for name in sorted(stored.keys() | own.keys()):
             if stored.get(name) != own.get(name):
-                raise CheckpointError(
-                    f"{family.layer_prefix(number)}{name} has shape {stored.get(name)} where config.json of a "
-                    f"{family.model_type} model asks for {own.get(name)}; give a complete, unmodified checkpoint."
-                )
+                raise wrong_tensor(family.layer_prefix(number) + name, stored.get(name), own.get(name), family)
 
 
 def check_count(checkpoint: Checkpoint, family: Description, shape: ModelShape) -> None:

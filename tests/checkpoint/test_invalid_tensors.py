@@ -79,20 +79,27 @@ def test_tensors_outside_the_layers_with_another_shape(
                 }[change].clone()
 
         edit_tensors(folder, edit)
-        assert name in message_of(folder)
+        told = message_of(folder)
+        assert name in told
+        assert "None" not in told
+        assert ("The checkpoint lacks" in told) == (change == "missing")
         (folder / SINGLE_NAME).write_bytes(original)
 
 
 def test_a_tensor_that_the_model_does_not_have(own_checkpoint: MakeCheckpoint) -> None:
     folder = own_checkpoint()
     edit_tensors(folder, lambda tensors: tensors.update(extra=torch.ones(2)))
-    assert "extra has shape (2,)" in message_of(folder)
+    assert "The checkpoint has extra (2,), which config.json of a llama model does not ask for" in message_of(folder)
 
 
 def test_a_missing_head_if_the_config_does_not_tie_it(own_checkpoint: MakeCheckpoint) -> None:
     folder = own_checkpoint()
     edit_tensors(folder, lambda tensors: tensors.__delitem__("lm_head.weight"))
-    assert "lm_head.weight" in message_of(folder)
+    told = message_of(folder)
+    assert told.startswith(
+        "The checkpoint lacks lm_head.weight (400, 32), which config.json of a llama model asks for; "
+    )
+    assert told.endswith(", or set tie_word_embeddings to true in config.json if the head is the embedding.")
     edit_config(folder, tie_word_embeddings=True)
     assert open_model(str(folder), folder).shape.tied
 

@@ -108,7 +108,7 @@ def test_tensors_of_carried_mixers_are_checked_against_the_class(
         name = "model.layers.0.conv.conv.weight"
         tensors["model.layers.2.conv.conv.weight"] = tensors[name].clone()
     save_file(tensors, path, {"format": "pt"})
-    with pytest.raises(CheckpointError, match=f"{name} has shape .* give a complete, unmodified checkpoint"):
+    with pytest.raises(CheckpointError, match=f"{name} .* give a complete, unmodified checkpoint"):
         open_model(str(folder), tmp_path)
 
 
