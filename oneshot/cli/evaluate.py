@@ -61,7 +61,9 @@ def build_parser(prog: str = "oneshot evaluate") -> argparse.ArgumentParser:
         "--include-path", help="folder with task YAML files of your own; they replace lm-eval's of the same name"
     )
     parser.add_argument(
-        "--prefill-tokens", type=int, default=512, help="tokens of the timed prefill (default: %(default)s)"
+        "--prefill-tokens",
+        type=int,
+        help="tokens of the timed prefill (default: 512, or as many as learned positions allow)",
     )
     parser.add_argument(
         "--decode-tokens",

@@ -29,6 +29,7 @@ from oneshot.text import (
     warn_if_long,
 )
 
+PREFILL_TOKENS = 512  # timed, unless learned positions allow fewer
 BUILTIN_WINDOWS = 8  # without a text of the user's
 
 logger = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ def evaluate_windows(
     with_baseline: bool,
     sequence_length: int,
     max_windows: int | None,
-    prefill_tokens: int,
+    prefill_tokens: int | None,
     decode_tokens: int,
     tasks: Sequence[str],
     limit: int | None,
@@ -67,7 +68,8 @@ def evaluate_windows(
     built-in text.
 
     Args:
-        names: what the checkpoints are called. decode_tokens: 0 leaves the latency out.
+        names: what the checkpoints are called. decode_tokens: 0 leaves the latency out. prefill_tokens: None for
+            `PREFILL_TOKENS`, or as many as learned positions allow.
 
     Raises `CheckpointError`, `CalibrationError` and `ConfigError`.
     """
@@ -83,6 +85,9 @@ def evaluate_windows(
         sequence_length = min(sequence_length, *(most for most in positions if most > 0), sequence_length)
     if texts:
         _refuse_beyond_positions(names, positions, sequence_length, f"--sequence-length {sequence_length}")
+    if prefill_tokens is None:
+        room = [most - decode_tokens for most in positions if most > 0]
+        prefill_tokens = max(1, min(PREFILL_TOKENS, *room, PREFILL_TOKENS))
     if decode_tokens > 0:
         lengths = f"--prefill-tokens {prefill_tokens} with --decode-tokens {decode_tokens}"
         _refuse_beyond_positions(names, positions, prefill_tokens + decode_tokens, lengths)

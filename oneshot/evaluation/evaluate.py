@@ -28,7 +28,7 @@ def evaluate(
     max_windows: int | None = None,
     device: str = "auto",
     dtype: str = "auto",
-    prefill_tokens: int = 512,
+    prefill_tokens: int | None = None,
     decode_tokens: int = 32,
     tasks: Sequence[str] = (),
     limit: int | None = None,
@@ -38,7 +38,8 @@ def evaluate(
 ) -> list[Evaluation]:
     """Evaluate checkpoints on the same text: in order, then the baseline.
 
-    Models that write text are evaluated on windows (`evaluate_windows`); `decode_tokens=0` leaves their latency out.
+    Models that write text are evaluated on windows (`evaluate_windows`); `decode_tokens=0` leaves their latency out,
+    and `prefill_tokens=None` times 512 tokens, or as many as learned positions allow.
     Encoders and encoder–decoders are evaluated on examples, `batch_size` at a time (`evaluate_examples`), and have
     neither tasks nor latency. `revision`, `baseline_revision`: branch, tag or commit of the checkpoints' hub names, and
     of the baseline's; None: the main branch. `kind=None`: the kind that the first checkpoint's class has.
@@ -47,7 +48,7 @@ def evaluate(
     """
     if baseline is None and baseline_revision is not None:
         raise ConfigError(f"--baseline-revision {baseline_revision} needs a --baseline; give one, or leave it out.")
-    if prefill_tokens < 1:
+    if prefill_tokens is not None and prefill_tokens < 1:
         raise ConfigError(f"--prefill-tokens {prefill_tokens} is out of range: give at least 1.")
     if decode_tokens < 0:
         raise ConfigError(f"--decode-tokens {decode_tokens} is out of range: give 0 or more.")
@@ -65,7 +66,11 @@ def evaluate(
         located = [Checkpoint(open_folder(name, scratch, revision)) for name in checkpoints]
         if baseline is not None:
             located.append(Checkpoint(open_folder(baseline, scratch, baseline_revision)))
-        kind = kind_of(located[0].config) if kind is None else kind
+        if kind is None:
+            kind = kind_of(located[0].config)
+            if baseline is not None and (kind == "causal") != (kind_of(located[-1].config) == "causal"):
+                writing, other = (names[0], baseline) if kind == "causal" else (baseline, names[0])
+                raise ConfigError(f"{writing} writes text, but {other} does not; give a baseline of the same kind.")
         if kind == "causal":
             results = evaluate_windows(
                 names,

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -223,6 +224,17 @@ def test_the_timed_prefill_is_as_long_as_is_asked_for(
     assert timed == [(1, 40), (1, 40)]
 
 
+@pytest.mark.parametrize("encoder_first", [True, False])
+def test_a_model_that_writes_text_is_not_compared_with_an_encoder(
+    encoder_first: bool, make_checkpoint: MakeCheckpoint, text_file: Path
+) -> None:
+    names = [str(make_checkpoint(family="bert", groups=4, model_class="BertModel")), str(make_checkpoint())]
+    reason = f"{names[1]} writes text, but {names[0]} does not; give a baseline of the same kind"
+    first, second = names if encoder_first else reversed(names)
+    with pytest.raises(ConfigError, match=re.escape(reason)):
+        evaluate([first], [str(text_file)], baseline=second, device="cpu")
+
+
 @pytest.mark.parametrize("family", ["gpt2", "opt"])
 def test_learned_positions_bound_the_lengths(family: str, make_checkpoint: MakeCheckpoint, text_file: Path) -> None:
     checkpoint = make_checkpoint(family=family)
@@ -237,6 +249,8 @@ def test_learned_positions_bound_the_lengths(family: str, make_checkpoint: MakeC
         **options,
     )
     assert found.decode_seconds is not None
+    (unstated,) = evaluate([str(checkpoint)], [str(text_file)], sequence_length=positions, **options)
+    assert unstated.prefill_seconds is not None  # of fewer than 512 tokens
     with pytest.raises(ConfigError, match=f"--sequence-length {positions + 1} is beyond the {positions} positions"):
         evaluate([str(checkpoint)], [str(text_file)], sequence_length=positions + 1, decode_tokens=0, **options)
     with pytest.raises(ConfigError, match=f"--prefill-tokens {positions} with --decode-tokens 1 is beyond"):
