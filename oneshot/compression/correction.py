@@ -62,7 +62,6 @@ def correct(
     correction: Correction,
     damping: float,
     residual_weight: float = 1.0,
-    root: torch.Tensor | None = None,
     reported: bool = True,
     judged: bool = True,
     shrinkage: float = 0.0,
@@ -77,7 +76,6 @@ def correct(
             `min ‖A Wᵀ − A[:, kept_columns] W'ᵀ‖² + λ‖W' − W[:, kept_columns]‖²` (STAT section 3.1), which is
             `W' = W Pᵀ` with the ridged interpolation matrix. `two-stream` has the target `A Wᵀ + ρ (Y − A Wᵀ)`, `Y` the
             dense stream's next hidden state less this stream's residual, `ρ = residual_weight`.
-        root: `L_Gᵀ (d, d)` of a metric in which the error is predicted; None for squares. Without a residual.
         reported: whether the condition number is estimated. judged: whether the error is predicted.
         shrinkage: share `s`, 0 to 1, of what different columns have in common that is taken for chance: least squares
             have `(1 − s) AᵀA + s diag(AᵀA)` and `(1 − s) Aᵀ(Y − A Wᵀ)`. It adds `s ‖a_j‖² / (1 − s)` to the ridge of
@@ -86,7 +84,7 @@ def correct(
     evidence = statistics if judged else None  # of the error
     if correction == "none" or (len(kept_columns) == weight.shape[1] and correction != "two-stream"):
         corrected = weight[:, kept_columns].double()
-        return with_error(Factors(kept_columns, corrected), weight.double(), evidence, root)
+        return with_error(Factors(kept_columns, corrected), weight.double(), evidence)
     if statistics is None:
         raise ValueError(f"the correction {correction!r} needs statistics")
     if correction == "bias":
@@ -94,7 +92,7 @@ def correct(
         means[kept_columns] = 0
         corrected = weight[:, kept_columns].double()
         corrected[:, -1] += weight.double() @ means
-        return with_error(Factors(kept_columns, corrected), weight.double(), evidence, root)
+        return with_error(Factors(kept_columns, corrected), weight.double(), evidence)
     if correction != "same-layer" and correction != "two-stream":
         assert_never(correction)
     residual = statistics.residual if correction == "two-stream" else None
@@ -112,7 +110,7 @@ def correct(
     if step is not None:
         corrected += residual_weight * (1 - shrinkage) * step.T
     solved = Factors(kept_columns, corrected, None, condition_number, max_interpolation, fallback, damping)
-    return with_error(solved, dense, evidence, root)
+    return with_error(solved, dense, evidence)
 
 
 def best_damping(
@@ -195,18 +193,16 @@ def with_error(
     factors: Factors,
     weight: torch.Tensor,
     statistics: Statistics | None,
-    root: torch.Tensor | None = None,
     *,
     workers: Workers = ALONE,
 ) -> Factors:
-    """Return factors with the error that statistics predict, if there are any; `root` as in `correct`.
+    """Return factors with the error that statistics predict, if there are any.
 
     `workers`: who share the sums; all of them call this with the same factors.
     """
     if statistics is None:
         return factors
-    seen = (weight, factors.weight) if root is None else (root @ weight, root @ factors.weight)
-    energies = predicted_energies(*seen, factors.kept_columns, statistics, workers)
+    energies = predicted_energies(weight, factors.weight, factors.kept_columns, statistics, workers)
     return replace(factors, predicted_error=relative(*energies), energies=torch.stack(energies))
 
 

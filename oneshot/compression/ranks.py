@@ -49,12 +49,12 @@ from oneshot.stream import Layer
 from oneshot.tensors import Tensors
 
 FACTORS_EVERY = 8  # tokens of a batch; mean squares need fewer of them than a Gram does
-EIGEN_OPERATIONS = 48.0  # eigenvectors of n rows in float64, and products with their roots, ÷ n³
+EIGEN_OPERATIONS = 48.0  # eigenvectors of n rows, and products with their roots, ÷ n³
 
 
 @dataclass(frozen=True)
 class Factored:
-    """A matrix of low rank, `outputs (m, r) @ inputs (r, n)`; both float64, on CUDA float32."""
+    """A matrix of low rank, `outputs (m, r) @ inputs (r, n)`; both float32."""
 
     outputs: torch.Tensor
     inputs: torch.Tensor
@@ -74,7 +74,7 @@ class Factored:
         `Tᵀ (n − r, r)` and int64 `(n,)`.
         """
         read, others, coefficients = spanning_columns(self.inputs)
-        return self.outputs @ self.inputs[:, read], coefficients.T, torch.cat((read, others))
+        return product(self.outputs, self.inputs[:, read]), coefficients.T, torch.cat((read, others))
 
 
 Ranks = dict[RankedKind, Factored]
@@ -98,12 +98,11 @@ class Inputs:
 
     @cached_property
     def root(self) -> torch.Tensor:
-        """Return `L (n, n)`, `L Lᵀ = H`, in float64; H is the Gram, shrunk towards its diagonal.
+        """Return `L (n, n)`, `L Lᵀ = H`, in float32; H is the Gram, shrunk towards its diagonal.
 
-        On CUDA in float32: the result is stored in at most as many digits, and many cards are slow in float64.
+        The result is stored in at most as many digits.
         """
-        gram = towards_diagonal(self.gram, self.shrinkage)
-        return damped_root(gram, self.of).to(torch.float32 if self.gram.is_cuda else torch.float64)
+        return damped_root(towards_diagonal(self.gram, self.shrinkage), self.of).float()
 
 
 @dataclass(frozen=True)
@@ -133,7 +132,7 @@ class Ranked:
         (directions, _), root = self._principal, self.inputs.root
         directions = directions[:, :rank]
         inputs = torch.linalg.solve_triangular(root.T, directions, upper=True).T
-        return Factored(self.weight.to(root) @ (root @ directions), inputs)
+        return Factored(product(self.weight.to(root), product(root, directions)), inputs)
 
     @property
     def _inside(self) -> torch.Tensor:
@@ -142,7 +141,7 @@ class Ranked:
         largest = self.metric.amax().clamp_min(torch.finfo(self.metric.dtype).tiny)
         metric = (self.metric / largest).to(dense)
         weighted = metric.unsqueeze(1) * dense if metric.ndim == 1 else product(metric, dense)
-        return root.T @ product(dense.T, weighted).to(root) @ root
+        return product(product(root.T, product(dense.T, weighted).to(root)), root)
 
     @cached_property
     def _principal(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -179,22 +178,12 @@ class RankAccumulator:
             width = tensors[f"{sublayer.writer}.weight"].shape[1]
             self._energies = torch.zeros(2, width, dtype=torch.float64, device=device)
 
-    def update_(
-        self,
-        layer: Layer,
-        x: torch.Tensor,
-        inner: torch.Tensor | None = None,
-        factors: tuple[torch.Tensor, torch.Tensor] | None = None,
-    ) -> None:
-        """Add a batch of the stream before the sublayer.
-
-        If they are known: `inner`: what the writer reads. `factors`: of an FFN's neurons, see `Layer.neuron_factors`;
-        else they are computed for some of the tokens.
-        """
+    def update_(self, layer: Layer, x: torch.Tensor, inner: torch.Tensor | None = None) -> None:
+        """Add a batch of the stream before the sublayer; `inner`: what the writer reads, if it is known."""
         self._inputs.update_(layer.normed(self._index, x).flatten(0, -2))
         branch_norm, scales = self._branch_norm, None
-        if factors is None and not isinstance(self._mixer, Attention):
-            x, inner = x.flatten(0, -2)[::FACTORS_EVERY], None
+        if not isinstance(self._mixer, Attention):
+            x, inner = x.flatten(0, -2)[::FACTORS_EVERY], None if inner is None else inner[::FACTORS_EVERY]
         if isinstance(self._mixer, Attention) or branch_norm is not None:
             inner = layer.inner(self._index, x) if inner is None else inner
         if branch_norm is not None and inner is not None:
@@ -206,8 +195,7 @@ class RankAccumulator:
                 for grams, rows in zip(self._grams, layer.queries_keys(self._index, x), strict=True):
                     grams.update_(rows)
         else:
-            factors = layer.neuron_factors(self._index, x) if factors is None else factors
-            for total, rows in zip(self._energies, factors, strict=True):
+            for total, rows in zip(self._energies, layer.neuron_factors(self._index, x), strict=True):
                 total += (rows.float() if scales is None else rows.float() * scales).square().sum(0)
 
     def finish(

@@ -271,7 +271,7 @@ def _low_rank(work: Work, rates: Rates) -> float:
     products = 4 * ranked * size
     if rates.on_device:  # eigenvectors of each, and products with their roots
         return linears * EIGEN_SECONDS * size**2 + (products + linears * 12 * size**3) / rates.energies
-    return (products + linears * 24 * size**3) / rates.energies
+    return (products + linears * 12 * size**3) / rates.energies
 
 
 def operations_of_token(work: Work, rates: Rates) -> float:

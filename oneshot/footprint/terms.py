@@ -245,8 +245,8 @@ def directions(work: Work) -> Term:
     read = max(shape.intermediate_size, (shape.num_attention_heads + shape.num_key_value_heads) * shape.head_dim)
 
     def of_linear(inputs: int, outputs: int, weighed: int) -> Term:
-        metric = (FLOAT + DOUBLE) * weighed**2 * work.schedule.weighs_output
-        return computed(DOUBLE * (6 * inputs * inputs + 3 * outputs * inputs) + metric)
+        metric = 2 * weighed**2 * work.schedule.weighs_output
+        return computed(FLOAT * (3 * inputs * inputs + 4 * max(inputs, outputs) * inputs + metric))
 
     readers = of_linear(shape.hidden_size, read, shape.query_key_width)
     return largest(readers, of_linear(work.heads_width, shape.hidden_size, shape.hidden_size))

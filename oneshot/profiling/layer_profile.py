@@ -129,9 +129,8 @@ class LayerProfile:
             return
         # 3. The probe.
         probed = probe_size(errors)
-        factors = reduce(choices[probed - 1])
-        folded = fold_sublayer(self._tensors, sublayer, shape, unseen(factors, branch_norm))
-        self._add("heads", folded, squared_error(factors))
+        folded = fold_sublayer(self._tensors, sublayer, shape, unseen(reduce(choices[probed - 1]), branch_norm))
+        self._add("heads", folded, float(errors[probed]))
 
     def values(self, statistics: Statistics) -> None:
         """Measure what fewer coordinates of values cost; `statistics` as in `heads`."""
@@ -203,9 +202,9 @@ class LayerProfile:
         # 3. The probe.
         step = max(1, shape.width_step // share)
         columns = order[: probe_size(errors[::step]) * step].sort().values
-        factors = self._correct(weight, columns, statistics, shape.mlp_bias, root)
+        factors = self._correct(weight, columns, statistics, shape.mlp_bias, judged=False)
         folded = fold_sublayer(self._tensors, sublayer, shape, unseen(factors, branch_norm))
-        self._add_ffn(folded, squared_error(factors), dense, metric)
+        self._add_ffn(folded, float(errors[len(columns)]), dense, metric)
 
     def experts(self, measured: NarrowerExperts, dense: SublayerOutput, metric: torch.Tensor | None) -> None:
         """Keep what fewer neurons in every expert cost; `dense`: of the experts. `metric` as in `ranks`."""
@@ -271,12 +270,14 @@ class LayerProfile:
         columns: torch.Tensor,
         statistics: Statistics,
         has_bias: bool,
-        root: torch.Tensor | None = None,
+        judged: bool = True,
     ) -> Factors:
         if has_bias:
             columns = torch.cat((columns, columns.new_tensor([weight.shape[1] - 1])))
         damping = self._measures.damping
-        return correct(weight, columns, statistics, correction="same-layer", damping=damping, root=root, reported=False)
+        return correct(
+            weight, columns, statistics, correction="same-layer", damping=damping, reported=False, judged=judged
+        )
 
 
 def fill(row: torch.Tensor, curve: torch.Tensor) -> None:

@@ -120,13 +120,9 @@ class LayerSums:
         layer, ffn = self._layer, self._ffn
         if self._experts is not None:
             return self._experts.update_(layer, attended)
-        if ffn in self._ranks:  # which need the factors of the neurons
-            factors = layer.neuron_factors(ffn, attended)
-            neurons = factors[0] * factors[1]
-            self._ranks[ffn].update_(layer, attended, neurons, factors)
-            del factors
-        else:
-            neurons = layer.inner(ffn, attended)
+        neurons = layer.inner(ffn, attended)
+        if ffn in self._ranks:
+            self._ranks[ffn].update_(layer, attended, neurons)
         written = layer.write(ffn, neurons)
         if self._neurons is not None:
             grams, moments = self._neurons

@@ -44,12 +44,15 @@ def test_ranks_are_the_best_in_a_metric_of_the_outputs(seed: int, rows: int, col
     left, right = (scipy.linalg.sqrtm(matrix).real for matrix in (metric, damped))
     u, singular, vt = scipy.linalg.svd(left @ weight @ right, full_matrices=False)
     best = np.linalg.inv(left) @ (u[:, :rank] * singular[:rank]) @ vt[:rank] @ np.linalg.inv(right)
-    linear = Ranked(torch.from_numpy(weight), Inputs(torch.from_numpy(gram)), torch.from_numpy(metric))
-    np.testing.assert_allclose(
-        linear.nearest(rank).whole(torch.float64).numpy(), best, atol=1e-5 * np.abs(best).max(), rtol=1e-5
-    )
-    shares = [(singular[kept:] ** 2).sum() / (singular**2).sum() for kept in range(len(singular) + 1)]
-    np.testing.assert_allclose(linear.errors().numpy(), shares, rtol=1e-5, atol=1e-9)
+    linear = Ranked(torch.from_numpy(weight).float(), Inputs(torch.from_numpy(gram)), torch.from_numpy(metric))
+
+    def missed(matrix: np.ndarray) -> float:
+        return float(((left @ (weight - matrix) @ right) ** 2).sum())
+
+    energy = (singular**2).sum()
+    assert missed(linear.nearest(rank).whole(torch.float32).numpy()) <= missed(best) + 1e-6 * energy
+    shares = [(singular[kept:] ** 2).sum() / energy for kept in range(len(singular) + 1)]
+    np.testing.assert_allclose(linear.errors().numpy(), shares, rtol=1e-3, atol=1e-6)
 
 
 @given(seed=st.integers(0, 10**6), size=st.integers(1, 6), width=st.integers(1, 9))

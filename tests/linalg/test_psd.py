@@ -165,7 +165,7 @@ def test_linears_of_low_rank(gram: Gram) -> None:
     errors = linear.errors()
     assert_finite(errors)
     assert 0 <= float(errors[-1]) <= float(errors[0]) <= 1
-    np.testing.assert_allclose(linear.nearest(SIZE).whole(torch.float64).numpy(), weight.numpy(), atol=1e-4)
+    np.testing.assert_allclose(linear.nearest(SIZE).whole(torch.float32).numpy(), weight.numpy(), atol=1e-3)
     read, others, order = linear.nearest(HALF).columns()
     assert_finite(read, others)
     assert sorted(order.tolist()) == list(range(SIZE))

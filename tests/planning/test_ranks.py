@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 
 from oneshot.architecture import RANKED_KINDS, ModelShape, RankedKind
 from oneshot.architecture.stated_shapes import per_layer_shape
-from oneshot.compression.ranks import Inputs, Ranked
+from oneshot.compression.ranks import FACTORS_EVERY, Inputs, Ranked
 from oneshot.compression.statistics import shrinkage_of
 from oneshot.errors import OneshotError
 from oneshot.evaluation import load_model
@@ -203,7 +203,7 @@ def test_curves_and_sensitivities_are_those_of_the_stock_model(
     for layer in range(len(model.model.layers)):
         prefix = f"model.layers.{layer}."
         read = {linear: statistics[prefix + linear] for linears in LINEARS.values() for linear in linears}
-        gates, ups = (read[f"mlp.{name}_proj"][1] for name in ("gate", "up"))
+        gates, ups = (read[f"mlp.{name}_proj"][1][::FACTORS_EVERY] for name in ("gate", "up"))
         queries = (read["self_attn.q_proj"][1] ** 2).sum(0).reshape(GROUPS, PER_GROUP, 2, half).sum(2)
         keys = (read["self_attn.k_proj"][1] ** 2).sum(0).reshape(GROUPS, 2, half).sum(1)
         down = (model.get_submodule(prefix + "mlp.down_proj").weight.detach().double().numpy() ** 2).sum(0)
