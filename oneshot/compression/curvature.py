@@ -1,8 +1,8 @@
 """Output curvature: what a small change of a sublayer's output costs the model's output, in nats per token.
 
 A change `δ` of what a sublayer's writer computes makes the model's output diverge by about `½ δᵀ G δ`. `G = E[g gᵀ]`
-is the Fisher information: `g` are gradients of the loss of tokens that are drawn from the model's own predictions. It
-is the Hessian of the divergence from the dense model (Martens 2020, arXiv 1412.1193).
+is the Fisher information: `g` are gradients as of the loss of tokens that are drawn from the model's own predictions
+(`stream.output_head`). It is the Hessian of the divergence from the dense model (Martens 2020, arXiv 1412.1193).
 
 Where a norm follows the writer (`compression.branch_norm`), the output of each token counts in units of its root mean
 square, as in the statistics: changes are `s δ`, and gradients `g / s`, with the dense model's `s`.

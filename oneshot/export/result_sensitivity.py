@@ -10,7 +10,6 @@ from torch import nn
 from oneshot.compression.overflow import refuse_overflow
 from oneshot.compression.statistics import GramAccumulator, Statistics
 from oneshot.export.result_model import EMBEDDING, HEAD, Advance, ResultModel
-from oneshot.machine.transfer import uploaded
 from oneshot.stream import ActivationStore, InputSquares
 
 SENSITIVITY_TOKENS = 8192
@@ -20,8 +19,8 @@ HEAD_INPUTS = f"{HEAD}.inputs"
 def output_squares(model: ResultModel, seed: int, advance: Advance) -> tuple[InputSquares, Statistics]:
     """Return the sums of squared gradients at the outputs of a result's linears, and the Gram of what its head reads.
 
-    The loss is of tokens that are drawn from the prediction, so the means over tokens are the diagonal of the Fisher
-    matrix at these outputs. The gradient at the embedding's rows has the name of its module. The output head has the
+    The gradients start as `OutputHead.random_gradient`, so the means over tokens are the diagonal of the Fisher matrix
+    at these outputs. The gradient at the embedding's rows has the name of its module. The output head has the
     probabilities of tokens, which bound their variance, and the squares of what it reads under `lm_head.inputs`.
     The pass is made as for the output curvature (`profiling/curvature`), outside inference mode.
     """
@@ -58,7 +57,7 @@ def output_squares(model: ResultModel, seed: int, advance: Advance) -> tuple[Inp
 
 
 def _start(model: ResultModel, last: ActivationStore, squares: InputSquares, seed: int) -> Statistics:
-    """Replace the last states by the gradients of the loss of drawn tokens; sum and return what the head reads."""
+    """Replace the last states by random gradients; sum and return what the head reads."""
     head, number = model.output_head(), 0
     size = model.source.shapes[f"{EMBEDDING}.weight"][1]
     gram = GramAccumulator(size, output_size=None, device=model.machine.device)
@@ -69,8 +68,7 @@ def _start(model: ResultModel, last: ActivationStore, squares: InputSquares, see
             squares.add_rows_(HEAD_INPUTS, read)
             gram.update_(read)
             squares.add_(HEAD, head.probabilities(state), torch.ones(1))
-            uniforms = torch.rand(len(state), generator=torch.Generator().manual_seed(seed + number))
-            state.copy_(head.drawn_gradient(state, uploaded(uniforms, state.device)))
+            state.copy_(head.random_gradient(state, seed + number))
             number += 1
         last.write(batch.rows, states)
     return gram.finish()

@@ -111,7 +111,7 @@ def curvature_stages(work: Work) -> list[Stage]:
     head = (*terms.read(work.outside_bytes), terms.output_head(work), *terms.predictions(work))
     return [
         Stage("the stream of the output curvature", (*layer, again, batch), own_stores=stores),
-        Stage("the drawn tokens of the output curvature", head, own_stores=stores),
+        Stage("the random gradients of the output curvature", head, own_stores=stores),
         Stage("the output curvature", (*layer, again, _graph(work), *summed), own_stores=stores),
     ]
 

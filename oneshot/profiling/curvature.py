@@ -19,7 +19,7 @@ from oneshot.compression.curvature import Curvature, shrunk
 from oneshot.compression.overflow import SumsOverflowError, naming_the_layer
 from oneshot.compression.statistics import GramAccumulator
 from oneshot.machine import Machine, repeatable_attention
-from oneshot.machine.transfer import Uploader, uploaded
+from oneshot.machine.transfer import Uploader
 from oneshot.profiling.lent_gradients import Beside, LentGradients
 from oneshot.stream import ActivationStore, Layer, LayerBuilder, Memory, OutputHead, holds_scores, memory_of, read_ahead
 from oneshot.text import Batch, Text, placed
@@ -47,7 +47,7 @@ def measure_curvature(
     Workers share the batches, and some may have none; what they draw and sum does not depend on their number.
 
     Args:
-        seed: for drawing tokens. advance: receives the tokens that passed a layer, in either direction.
+        seed: of random signs. advance: receives the tokens that passed a layer, in either direction.
 
     Raises `CheckpointError` if gradients are not finite; it names the layer where states overflow.
     """
@@ -208,16 +208,14 @@ def _read(store: ActivationStore, batch: Batch) -> torch.Tensor:
 
 
 def _start(head: OutputHead, last: ActivationStore, batches: Sequence[Batch], first: int, seed: int) -> None:
-    """Replace the states behind the last layer by the gradients of the loss of drawn tokens.
+    """Replace the states behind the last layer by random gradients.
 
-    The numbers that draw a sequence's tokens depend on the seed and its index in the whole text; `first`: of these
-    batches.
+    The signs of a sequence depend on the seed and on its index in the whole text; `first`: of these batches.
     """
     for batch in batches:
         states = _read(last, batch)
         for state in states:
-            uniforms = torch.rand(len(state), generator=torch.Generator().manual_seed(seed + first))
-            state.copy_(head.drawn_gradient(state, uploaded(uniforms, state.device)))
+            state.copy_(head.random_gradient(state, seed + first))
             first += 1
         last.write(batch.rows, states)
 

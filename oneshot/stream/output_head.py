@@ -8,9 +8,20 @@ import torch
 from torch import nn
 
 from oneshot.linalg.products import linear, product
+from oneshot.machine.transfer import uploaded
 
 # Rows. On a CPU glibc takes what has 32 MiB or more anew from the system.
 VOCABULARY_PANEL, DEVICE_VOCABULARY_PANEL = 2048, 8192
+
+
+def random_signs(length: int, vocabulary: int, seed: int) -> torch.Tensor:
+    """Return signs float32 `(2 length + vocabulary − 1,)` of the states of a sequence, and of tokens for each state.
+
+    A state has the tokens' signs from its place on, so few numbers are drawn; its own sign makes what states share
+    cancel out in the mean.
+    """
+    drawn = torch.randint(0, 2, (2 * length + vocabulary - 1,), generator=torch.Generator().manual_seed(seed))
+    return 2.0 * drawn - 1.0
 
 
 def panel_rows(*, on_cuda: bool) -> int:
@@ -69,48 +80,26 @@ class OutputHead:
             total.add_(logits, partial(_weighted_sum, numbers=difference))
         return torch.stack(panels).logsumexp(0) - total.log_normaliser + total.expected.squeeze(1)
 
-    def drawn_gradient(self, x: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-        """Return the gradient at `x (length, D)` of the loss of tokens that are drawn from the prediction.
+    def random_gradient(self, x: torch.Tensor, seed: int) -> torch.Tensor:
+        """Return gradients at `x (length, D)` whose mean outer product is the Fisher information of the prediction.
 
-        Args:
-            uniforms: float32 `(length,)` in [0, 1): where a token is taken from its cumulative probabilities.
+        They are behind the logits `v = p^½ ε − p (p^½ · ε)` with random signs ε: `E[v vᵀ] = diag(p) − p pᵀ`, as of the
+        loss of drawn tokens. But every token takes part, and not one, so they vary far less. `seed`: of the signs.
         """
-        states = self.norm(x).float()
-        total = _RunningSoftmax(states.shape, states.device)
+        states, length = self.norm(x).float(), len(x)
+        signs = uploaded(random_signs(length, len(self.weight), seed), x.device)
+        total = _RunningSoftmax(states.shape, states.device, rooted=True)
+        of_rows, of_tokens = signs[:length].unsqueeze(1), signs[length:].unfold(0, len(self.weight), 1)
         for panel in self._panels():
-            logits = self._logits(states, panel)
+            logits, rows = self._logits(states, panel), self.weight[panel].float()
             slopes = None if self.cap is None else self._slopes(logits, self.cap)
-            total.add_(logits, partial(_weighted_rows, rows=self.weight[panel].float(), factors=slopes))
-        expected = total.expected
-        drawn = self._drawn(states, uniforms, total)
-        rows = self.weight[drawn].float()
-        if self.cap is not None:
-            logits = (states * rows).sum(-1, keepdim=True)
-            logits = logits if self.bias is None else logits + self.bias[drawn].float().unsqueeze(1)
-            rows = rows * self._slopes(self.cap * (logits / self.cap).tanh(), self.cap)
-        behind = expected - rows
+            total.add_(logits, partial(_weighted_rows, rows=rows, factors=slopes), of_tokens[:, panel])
+        behind = of_rows * (total.rooted - total.sum_of_roots * total.expected)
         with torch.enable_grad():
             x = x.detach().requires_grad_()
             states = self.norm(x).float()
         [gradient] = torch.autograd.grad(states, x, behind)
         return gradient
-
-    def _drawn(self, states: torch.Tensor, uniforms: torch.Tensor, total: "_RunningSoftmax") -> torch.Tensor:
-        """Return the token of every state that is drawn by a uniform number, int64 `(length,)`.
-
-        The sums of panels say in which panel it is, so logits are computed again in this panel alone.
-        """
-        normaliser = total.log_normaliser
-        until = (torch.stack(total.panels) - normaliser).exp_().cumsum(0)
-        panel_of = (until <= uniforms).sum(0).clamp_max_(len(until) - 1)
-        before = torch.cat((torch.zeros_like(until[:1]), until)).gather(0, panel_of.unsqueeze(0)).squeeze(0)
-        drawn = torch.empty_like(panel_of)
-        order, counts = panel_of.argsort(stable=True), panel_of.bincount(minlength=len(until)).tolist()
-        for panel, chosen in zip(self._panels(), order.split(counts), strict=True):
-            probabilities = self._logits(states[chosen], panel).sub_(normaliser[chosen].unsqueeze(1)).exp_()
-            cumulative = probabilities.cumsum(-1).add_(before[chosen].unsqueeze(1))
-            drawn[chosen] = panel.start + (cumulative <= uniforms[chosen].unsqueeze(1)).sum(-1)
-        return drawn.clamp_max_(len(self.weight) - 1)
 
     def probabilities(self, x: torch.Tensor) -> torch.Tensor:
         """Return the mean softmax over the states `(length, D)`: how often each token is predicted, `(vocabulary,)`."""
@@ -156,28 +145,46 @@ def _weighted_sum(weights: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
 class _RunningSoftmax:
     """The softmax of logits that come by panels of the vocabulary, so that each is computed once.
 
-    Attributes:
-        panels: the log of the sum of exponentials of every panel, `(length,)`.
+    `rooted`: whether roots of probabilities are summed, too.
     """
 
-    def __init__(self, shape: Sequence[int], device: torch.device) -> None:
-        self.panels: list[torch.Tensor] = []
+    def __init__(self, shape: Sequence[int], device: torch.device, *, rooted: bool = False) -> None:
         self._largest = torch.full(shape[:1], -torch.inf, device=device)
         self._sum, self._weighted = torch.zeros(shape[:1], device=device), torch.zeros(shape, device=device)
+        self._rooted = torch.zeros_like(self._weighted) if rooted else self._weighted
+        self._roots = torch.zeros_like(self._sum)
 
-    def add_(self, logits: torch.Tensor, weigh: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def add_(
+        self,
+        logits: torch.Tensor,
+        weigh: Callable[[torch.Tensor], torch.Tensor],
+        signs: torch.Tensor | None = None,
+    ) -> None:
         """Add a panel, whose logits are overwritten.
 
-        `weigh`: from the panel's exponentials, `(length, tokens)`, to their weighted sums, `(length, k)`.
+        `weigh`: from the panel's exponentials, `(length, tokens)`, to their weighted sums, `(length, k)`. `signs`: of
+        the exponentials' roots, `(length, tokens)`.
         """
         largest = torch.maximum(self._largest, logits.amax(-1))
         smaller = (self._largest - largest).exp_()
         exponentials = logits.sub_(largest.unsqueeze(1)).exp_()
-        of_panel = exponentials.sum(-1)
-        self.panels.append(of_panel.log() + largest)
-        self._sum.mul_(smaller).add_(of_panel)
+        if signs is not None:
+            roots, less = exponentials.sqrt().mul_(signs), smaller.sqrt()
+            self._roots.mul_(less).add_(roots.sum(-1))
+            self._rooted.mul_(less.unsqueeze(1)).add_(weigh(roots))
+        self._sum.mul_(smaller).add_(exponentials.sum(-1))
         self._weighted.mul_(smaller.unsqueeze(1)).add_(weigh(exponentials))
         self._largest = largest
+
+    @property
+    def rooted(self) -> torch.Tensor:
+        """Return the sum of what is weighed by the signed roots of the probabilities, `(length, k)`."""
+        return self._rooted / self._sum.sqrt().unsqueeze(1)
+
+    @property
+    def sum_of_roots(self) -> torch.Tensor:
+        """Return the sum of the signed roots of the probabilities, `(length, 1)`."""
+        return (self._roots / self._sum.sqrt()).unsqueeze(1)
 
     @property
     def log_normaliser(self) -> torch.Tensor:

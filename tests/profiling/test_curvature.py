@@ -1,6 +1,6 @@
 """Output curvature: against autograd through the whole stock model, and as a price of what is removed."""
 
-from collections.abc import Sequence
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +12,6 @@ from factories import MakeCheckpoint, MakeConfig, calibration_tokens
 from families.cases import CASES, decoders, variants
 from safetensors.torch import load_file
 from torch import nn
-from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from oneshot.cli.profile import main
@@ -25,10 +24,9 @@ from oneshot.pipeline import compress, profile
 from oneshot.profiling import load_profile
 from oneshot.profiling.curvature import LARGEST_GRADIENT, SCORES_TOGETHER, clipped, sequences_together
 from oneshot.run import open_run
-from oneshot.stream import OutputHead
+from oneshot.stream.output_head import OutputHead, random_signs
 
 Rows = np.ndarray[Any, Any]
-ROUNDING = 1e-5  # of sums of probabilities in float32
 DOWNS = ("mlp.down_proj", "feed_forward.down_proj", "feed_forward.w2")  # of an FFN
 OTHER_DOWNS = ("fc2", "mlp.fc2", "mlp.c_proj", "mlp.dense_4h_to_h", "shared_mlp.output_linear")
 
@@ -47,12 +45,12 @@ def first(output: Any) -> torch.Tensor:
 
 
 def whole_model_gradients(
-    folder: str, token_ids: torch.Tensor, seed: int, drawn: Sequence[torch.Tensor], *, norms_inside: bool
+    folder: str, token_ids: torch.Tensor, seed: int, *, norms_inside: bool
 ) -> list[dict[str, Rows]]:
     """Return gradients `(sequences, length, n)` of every layer, by one backward pass through all of it in float64.
 
-    The loss is of the tokens that were `drawn`, which are float64's but where its sums are as near to a level as
-    float32 rounds. With norms inside, gradients of writers are by outputs in units of their root mean square.
+    The gradients behind the logits are random signs of the roots of probabilities, less their mean. With norms inside,
+    gradients of writers are by outputs in units of their root mean square.
     """
     options: dict[str, Any] = {"dtype": torch.float64, "experts_implementation": "eager"}
     model = AutoModelForCausalLM.from_pretrained(folder, **options).eval().requires_grad_(False)
@@ -84,13 +82,13 @@ def whole_model_gradients(
             linear.register_forward_hook(lambda _, inputs, output, keep=keep, name=name: keep(name, first(output)))
     logits = model(token_ids, use_cache=False).logits
     loss = torch.zeros((), dtype=torch.float64)
-    for index, (own_logits, tokens) in enumerate(zip(logits, drawn, strict=True)):
-        uniforms = torch.rand(len(own_logits), generator=torch.Generator().manual_seed(seed + index)).double()
-        cumulative = functional.pad(own_logits.detach().softmax(-1).cumsum(-1), (1, 0))
-        below, above = cumulative.gather(1, torch.stack((tokens, tokens + 1), 1)).T
-        assert (below - ROUNDING <= uniforms).all()
-        assert (uniforms <= above + ROUNDING).all()
-        loss = loss + functional.cross_entropy(own_logits, tokens, reduction="sum")
+    for index, own_logits in enumerate(logits):
+        (length, vocabulary), probabilities = own_logits.shape, own_logits.detach().softmax(-1)
+        signs = random_signs(length, vocabulary, seed + index).double()
+        of_tokens = torch.stack([signs[length + row : length + row + vocabulary] for row in range(length)])
+        roots = of_tokens * probabilities.sqrt()
+        behind = signs[:length, None] * (roots - probabilities * roots.sum(-1, keepdim=True))
+        loss = loss + (behind * own_logits).sum()
     loss.backward()
     found, config = [], SimpleNamespace(**model.config.to_dict())
     for own in kept:
@@ -110,20 +108,6 @@ def whole_model_gradients(
         queries_keys = np.concatenate((gradients.pop("q"), gradients.pop("k")), -1) if fused is None else fused
         found.append(gradients | {"query_key": queries_keys[..., :width]})
     return found
-
-
-@pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """The tokens that a run draws, by sequence."""
-    tokens: list[torch.Tensor] = []
-    draw = OutputHead._drawn
-
-    def draw_and_keep(*given: Any) -> torch.Tensor:
-        tokens.append(draw(*given))
-        return tokens[-1]
-
-    monkeypatch.setattr(OutputHead, "_drawn", draw_and_keep)
-    return tokens
 
 
 def measured_curvature(config: Config) -> list[dict[str, torch.Tensor]]:
@@ -186,7 +170,6 @@ def test_it_is_that_of_the_whole_stock_model(
     together: int,
     make_checkpoint: MakeCheckpoint,
     make_config: MakeConfig,
-    drawn: list[torch.Tensor],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("oneshot.profiling.curvature.sequences_together", lambda *_: together)
@@ -195,7 +178,7 @@ def test_it_is_that_of_the_whole_stock_model(
     config = make_config(folder, form="per-layer", curvature="fisher", **sizes)
     found, tokens = measured_curvature(config), calibration_tokens(config)
     norms_inside = family in (*NORMS_INSIDE, "glm4")
-    expected = whole_model_gradients(config.checkpoint, tokens, config.seed, drawn, norms_inside=norms_inside)
+    expected = whole_model_gradients(config.checkpoint, tokens, config.seed, norms_inside=norms_inside)
     for of_layer, gradients in zip(found, expected, strict=True):
         assert of_layer.keys() == gradients.keys()
         for name, rows in gradients.items():
@@ -204,6 +187,34 @@ def test_it_is_that_of_the_whole_stock_model(
             matrix = (1 - SHRINKAGE) * matrix + SHRINKAGE * mean * np.eye(len(matrix))
             assert of_layer[name].dtype == torch.float32
             np.testing.assert_allclose(of_layer[name].numpy(), matrix, atol=1e-4 * mean, rtol=1e-3)
+
+
+@pytest.mark.parametrize("cap", [None, 0.7])
+def test_random_gradients_have_the_fisher_information_as_their_mean_square(
+    cap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over all signs there are; gradients of different states have nothing in common in the mean."""
+    length, vocabulary, size = 2, 3, 4
+    generator = torch.Generator().manual_seed(0)
+    head = OutputHead(nn.Identity(), torch.randn(vocabulary, size, generator=generator), cap=cap)
+    x = torch.randn(length, size, generator=generator)
+
+    def logits(state: torch.Tensor) -> torch.Tensor:
+        return head.weight @ state if cap is None else cap * (head.weight @ state / cap).tanh()
+
+    squares = torch.zeros(length * size, length * size)
+    every = [*itertools.product((-1.0, 1.0), repeat=len(random_signs(length, vocabulary, 0)))]
+    for signs in every:
+        monkeypatch.setattr("oneshot.stream.output_head.random_signs", lambda *_, signs=signs: torch.tensor(signs))
+        gradient = head.random_gradient(x, 0).flatten()
+        squares += torch.outer(gradient, gradient) / len(every)
+    expected = torch.zeros_like(squares)
+    for row, state in enumerate(x):
+        jacobian, probabilities = torch.func.jacrev(logits)(state), logits(state).softmax(-1)
+        information = jacobian.T @ (probabilities.diag() - torch.outer(probabilities, probabilities)) @ jacobian
+        own = slice(row * size, (row + 1) * size)
+        expected[own, own] = information
+    torch.testing.assert_close(squares, expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(("sequences", "length", "heads"), [(4, 1024, 9), (4, 2048, 32), (4, 2048, 64), (3, 65536, 64)])
