@@ -84,7 +84,7 @@ class OutputHead:
         """Return gradients at `x (length, D)` whose mean outer product is the Fisher information of the prediction.
 
         They are behind the logits `v = p^½ ε − p (p^½ · ε)` with random signs ε: `E[v vᵀ] = diag(p) − p pᵀ`, as of the
-        loss of drawn tokens. But every token takes part, and not one, so they vary far less. `seed`: of the signs.
+        loss of drawn tokens. But every token takes part, and not one, so they vary less. `seed`: of the signs.
         """
         states, length = self.norm(x).float(), len(x)
         signs = uploaded(random_signs(length, len(self.weight), seed), x.device)
