@@ -142,12 +142,13 @@ def peers_seconds_table() -> str:
 
 
 def peers_runs() -> list[list[Row]]:
-    """Return the rows of each run of `peers.py`: model by model, other tools before ours."""
+    """Return the rows of each run of `peers.py` at its newest commit: model by model, other tools before ours."""
     runs: dict[tuple[str, ...], list[Row]] = {}
     for row in read_rows("peers_seconds"):
         runs.setdefault(key_of(row, "model", "tool", "method"), []).append(row)
     order = list(dict.fromkeys(model for model, *_ in runs))
-    return sorted(runs.values(), key=lambda rows: (order.index(rows[0]["model"]), rows[0]["tool"] == "oneshot"))
+    newest = [[row for row in rows if row["commit"] == rows[-1]["commit"]] for rows in runs.values()]
+    return sorted(newest, key=lambda rows: (order.index(rows[0]["model"]), rows[0]["tool"] == "oneshot"))
 
 
 def passes(rows: list[Row]) -> float:
