@@ -49,5 +49,7 @@ def _run(arguments: list[str], prog: str | None) -> int:
         return 2
     # torch's C++ code warns once that the choice of cuSOLVER (machine/device.py) is experimental; read at its import
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # huge pages for tensors where Linux gives them to whoever asks: a lower peak, and a fraction of the page faults
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     code: int = import_module(f"oneshot.cli.{name}").main(rest, prog or f"oneshot {name}")
     return code
