@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from harness import ROOT, append_row, parser, provenance, smollm2_gguf
+from harness import ROOT, append_row, cpu_and_peak, parser, provenance, smollm2_gguf
 from overhead import forward_seconds
 
 from oneshot.checkpoint import locate_checkpoint
@@ -25,14 +25,8 @@ from oneshot.text import load_tokenizer
 
 def run(tree: Path, checkpoint: Path, output: Path, arguments: list[str]) -> tuple[float, int]:
     """Return the CPU seconds and the peak resident bytes of a compression by the packages of a checkout."""
-    environment = os.environ | {"PYTHONPATH": f"{tree}{os.pathsep}{tree / 'kernels'}", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "oneshot.compress", str(checkpoint), f"--output={output}", "--overwrite"]
-    process = subprocess.Popen([*command, *arguments], env=environment, cwd=tree)
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode != 0:
-        raise SystemExit(f"{tree}: the compression failed")
-    return usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024
+    return cpu_and_peak([*command, *arguments], {"PYTHONPATH": f"{tree}{os.pathsep}{tree / 'kernels'}"}, cwd=tree)
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 import argparse
 import importlib.util
 import json
+import os
 import platform
 import subprocess
 from collections.abc import Sequence
@@ -91,6 +92,17 @@ def calibration_files(names: str, data_dir: Path) -> str:
 def read_alone(calibration: str) -> str:
     """Return `--calibration` without `builtin`, which a run reads beside one source that is named once."""
     return calibration if "+" in calibration else f"{calibration}+{calibration}"
+
+
+def cpu_and_peak(command: Sequence[str], environment: dict[str, str], **options: Any) -> tuple[float, int]:
+    """Return the CPU seconds and the peak resident bytes of a command with one thread; `options`: of `Popen`."""
+    threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, env=os.environ | threads | environment, **options)
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode != 0:
+        raise SystemExit(f"{' '.join(command[:4])} … failed; run it alone to see why")
+    return usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:

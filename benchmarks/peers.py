@@ -14,13 +14,11 @@ torch and transformers, and `ratio` leaves them out. The runs alternate; each ma
 """
 
 import json
-import os
-import subprocess
 import tempfile
 from pathlib import Path
 
 import torch
-from harness import Row, append_row, parser, provenance, read_report
+from harness import Row, append_row, cpu_and_peak, parser, provenance, read_report
 
 DENSE_PASS = """
 import json, sys, time
@@ -44,16 +42,11 @@ print(json.dumps({"imports": imported, "pass": seconds}))
 
 def run(command: list[str], environment: dict[str, str]) -> tuple[str, float, int]:
     """Return the last line that a command printed, its CPU seconds and its peak resident bytes."""
-    threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     with tempfile.TemporaryFile("w+") as printed:
-        process = subprocess.Popen(command, env=os.environ | threads | environment, stdout=printed)
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-        if process.returncode != 0:
-            raise SystemExit(f"{' '.join(command[:3])} … failed; run it alone to see why")
+        cpu_seconds, peak_bytes = cpu_and_peak(command, environment, stdout=printed)
         printed.seek(0)
         lines = printed.read().splitlines()
-    return lines[-1] if lines else "", usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024
+    return lines[-1] if lines else "", cpu_seconds, peak_bytes
 
 
 def measured(job: Row, dense: Row, token_ids: torch.Tensor) -> Row:

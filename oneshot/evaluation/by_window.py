@@ -82,12 +82,11 @@ def evaluate_windows(
     if not texts and not tasks:
         logger.warning("No --text is given: the models read the text %s. Your own text says more.", BUILTIN)
         texts, max_windows = (BUILTIN,), max_windows or BUILTIN_WINDOWS
-        sequence_length = min(sequence_length, *(most for most in positions if most > 0), sequence_length)
+        sequence_length = min([sequence_length, *(most for most in positions if most > 0)])
     if texts:
         _refuse_beyond_positions(names, positions, sequence_length, f"--sequence-length {sequence_length}")
     if prefill_tokens is None:
-        room = [most - decode_tokens for most in positions if most > 0]
-        prefill_tokens = max(1, min(PREFILL_TOKENS, *room, PREFILL_TOKENS))
+        prefill_tokens = max(1, min([PREFILL_TOKENS, *(most - decode_tokens for most in positions if most > 0)]))
     if decode_tokens > 0:
         lengths = f"--prefill-tokens {prefill_tokens} with --decode-tokens {decode_tokens}"
         _refuse_beyond_positions(names, positions, prefill_tokens + decode_tokens, lengths)

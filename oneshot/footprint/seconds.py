@@ -268,10 +268,9 @@ def _low_rank(work: Work, rates: Rates) -> float:
     linears, ranked = 4, shape.layer_parameters() - others * size
     if shape.experts is not None:  # attention's alone
         linears, ranked = 2, (2 * shape.num_attention_heads + shape.num_key_value_heads) * shape.head_dim * size
-    products = 4 * ranked * size
-    if rates.on_device:  # eigenvectors of each, and products with their roots
-        return linears * EIGEN_SECONDS * size**2 + (products + linears * 12 * size**3) / rates.energies
-    return (products + linears * 12 * size**3) / rates.energies
+    # eigenvectors of each, and products with their roots
+    seconds = (4 * ranked * size + linears * 12 * size**3) / rates.energies
+    return seconds + linears * EIGEN_SECONDS * size**2 if rates.on_device else seconds
 
 
 def operations_of_token(work: Work, rates: Rates) -> float:

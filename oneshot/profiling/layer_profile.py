@@ -111,9 +111,6 @@ class LayerProfile:
             )
             return head_columns(heads, shape.head_dim)
 
-        def reduce(columns: torch.Tensor) -> Factors:
-            return self._correct(weight, columns, statistics, shape.output_bias)
-
         # 2. The curves.
         energies = evidence.known_gram().diagonal().double() * evidence.output_energies()
         errors[0], tails[0] = 1.0, float(energies.cpu().sum().sqrt())  # of all weighted columns
@@ -124,12 +121,13 @@ class LayerProfile:
             errors[1:] = self._errors_of_groups(evidence, weight, statistics)[1:]
         else:
             for kept_units, columns in enumerate(choices, start=1):
-                errors[kept_units] = squared_error(reduce(columns))
+                errors[kept_units] = squared_error(self._correct(weight, columns, statistics, shape.output_bias))
         if units == 1:
             return
         # 3. The probe.
         probed = probe_size(errors)
-        folded = fold_sublayer(self._tensors, sublayer, shape, unseen(reduce(choices[probed - 1]), branch_norm))
+        factors = self._correct(weight, choices[probed - 1], statistics, shape.output_bias, judged=False)
+        folded = fold_sublayer(self._tensors, sublayer, shape, unseen(factors, branch_norm))
         self._add("heads", folded, float(errors[probed]))
 
     def values(self, statistics: Statistics) -> None:

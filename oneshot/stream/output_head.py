@@ -88,7 +88,7 @@ class OutputHead:
         """
         states, length = self.norm(x).float(), len(x)
         signs = uploaded(random_signs(length, len(self.weight), seed), x.device)
-        total = _RunningSoftmax(states.shape, states.device, rooted=True)
+        total = _RunningSoftmax(states.shape, states.device)
         of_rows, of_tokens = signs[:length].unsqueeze(1), signs[length:].unfold(0, len(self.weight), 1)
         for panel in self._panels():
             logits, rows = self._logits(states, panel), self.weight[panel].float()
@@ -143,16 +143,12 @@ def _weighted_sum(weights: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
 
 
 class _RunningSoftmax:
-    """The softmax of logits that come by panels of the vocabulary, so that each is computed once.
+    """The softmax of logits that come by panels of the vocabulary, so that each is computed once."""
 
-    `rooted`: whether roots of probabilities are summed, too.
-    """
-
-    def __init__(self, shape: Sequence[int], device: torch.device, *, rooted: bool = False) -> None:
+    def __init__(self, shape: Sequence[int], device: torch.device) -> None:
         self._largest = torch.full(shape[:1], -torch.inf, device=device)
         self._sum, self._weighted = torch.zeros(shape[:1], device=device), torch.zeros(shape, device=device)
-        self._rooted = torch.zeros_like(self._weighted) if rooted else self._weighted
-        self._roots = torch.zeros_like(self._sum)
+        self._roots, self._rooted = torch.zeros_like(self._sum), torch.zeros(1, 1, device=device)
 
     def add_(
         self,
@@ -171,7 +167,7 @@ class _RunningSoftmax:
         if signs is not None:
             roots, less = exponentials.sqrt().mul_(signs), smaller.sqrt()
             self._roots.mul_(less).add_(roots.sum(-1))
-            self._rooted.mul_(less.unsqueeze(1)).add_(weigh(roots))
+            self._rooted = weigh(roots).add_(self._rooted * less.unsqueeze(1))
         self._sum.mul_(smaller).add_(exponentials.sum(-1))
         self._weighted.mul_(smaller.unsqueeze(1)).add_(weigh(exponentials))
         self._largest = largest

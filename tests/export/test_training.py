@@ -1,4 +1,4 @@
-"""What a training step drops of a result is what it drops of the input, in the same places, with the same seed."""
+"""Training steps of a result: they drop what they drop of the input, in the same places, with the same seed."""
 
 from collections.abc import Callable
 from pathlib import Path
