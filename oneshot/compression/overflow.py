@@ -36,6 +36,14 @@ def naming_the_layer(layer: int, tensors: Callable[[], Mapping[str, torch.Tensor
         ) from error
 
 
+def gradients_overflow(layer: int, tensors: Mapping[str, torch.Tensor]) -> CheckpointError:
+    """Return the error of gradients that are not finite in a layer with these tensors, though activations are."""
+    return CheckpointError(
+        f"The gradients of layer {layer} overflow to NaN or Inf, where the largest weight is {_largest(tensors)}; add "
+        "--set curvature=none, which needs none, or check the weights of this layer."
+    )
+
+
 def warn_of_overflow(layer: int, reports: Sequence[SublayerReport], tensors: Mapping[str, torch.Tensor]) -> None:
     """Warn of sublayers whose errors or condition numbers are not finite."""
     for report in reports:

@@ -16,7 +16,7 @@ from oneshot.architecture import Description, ModelShape, Stack, part_of_output
 from oneshot.checkpoint import Model
 from oneshot.compression.branch_norm import BranchNorm, MixtureNorms, at_scaled
 from oneshot.compression.curvature import Curvature, shrunk
-from oneshot.compression.overflow import SumsOverflowError, naming_the_layer
+from oneshot.compression.overflow import SumsOverflowError, gradients_overflow, naming_the_layer
 from oneshot.compression.statistics import GramAccumulator
 from oneshot.machine import Machine, repeatable_attention
 from oneshot.machine.transfer import Uploader
@@ -28,8 +28,8 @@ CURVATURE_TOKENS = 16_384  # at most, and at most a quarter of the text, if this
 FEWEST_TOKENS = 2_048
 BATCHES = 8  # at least, where there are as many sequences
 Norms = list[BranchNorm | MixtureNorms | None]  # of a layer, by sublayer: what follows their writers
-# of a layer: its number, sums of the part of the text, what finds an overflow
-OfLayer = tuple[int, dict[str, GramAccumulator], Callable[[], int]]
+# of a layer: its number, sums of the part of the text, what finds the layer where states overflow, if they do
+OfLayer = tuple[int, dict[str, GramAccumulator], Callable[[], int | None]]
 SCORES_TOGETHER = 2**28  # numbers of attention's scores on a device, which has them whole
 LARGEST_GRADIENT = 10.0  # of a token, in units of the mean norm of its sequence
 
@@ -49,7 +49,7 @@ def measure_curvature(
     Args:
         seed: of random signs. advance: receives the tokens that passed a layer, in either direction.
 
-    Raises `CheckpointError` if gradients are not finite; it names the layer where states overflow.
+    Raises `CheckpointError` if gradients are not finite; it names the layer where they or states overflow.
     """
     text = text.first(curvature_tokens(text.num_tokens))
     together = sequences_of_batch(text.num_sequences, machine.batch_size, mixture=model.shape.experts is not None)
@@ -65,8 +65,10 @@ def measure_curvature(
             try:
                 grams = ((name, one.finish(machine.workers).gram) for name, one in sums.items())
                 curvature.save(number, {name: shrunk(gram / text.num_tokens) for name, gram in grams})
-            except SumsOverflowError:
+            except SumsOverflowError as error:
                 layer = cause()
+                if layer is None:
+                    raise gradients_overflow(number, model.read_layer(number)) from error
                 with naming_the_layer(layer, partial(model.read_layer, layer)):
                     raise
     return curvature
@@ -103,7 +105,7 @@ def _passed_back(
     states = _forward(model, machine, builder, own, memory, advance)
     lent = LentGradients(memory, machine, own)
     gradients = states.pop()  # what is behind the last layer gives way to its gradients
-    _start(builder.output_head(), gradients, own, first, seed)
+    are_finite = _start(builder.output_head(), gradients, own, first, seed)
     whole, numbers = holds_scores(model, machine.device), range(model.shape.num_hidden_layers)[::-1]
     for number, (layer, norms) in zip(numbers, _layers(model, machine, builder, numbers, memory), strict=True):
         stack, shape = model.family.stack_of(number), model.shape.of(number)
@@ -120,7 +122,7 @@ def _passed_back(
                 before.append(own_before)
             gradients.write(batch.rows, torch.cat(before))
             advance(batch.token_ids.numel())
-        yield number, sums, partial(_first_overflow, states, own)
+        yield number, sums, partial(_first_overflow, states, own, are_finite)
         states.pop().close()
     gradients.close()
     lent.close()
@@ -129,11 +131,18 @@ def _passed_back(
 def _nothing(model: Model, machine: Machine) -> Iterator[OfLayer]:
     """Yield the sums of a worker without batches, as `_passed_back`: zeros, without a pass."""
     for number in range(model.shape.num_hidden_layers)[::-1]:
-        yield number, _accumulators(model, machine, number), partial(int, number)
+        yield number, _accumulators(model, machine, number), lambda: None
 
 
-def _first_overflow(states: Sequence[ActivationStore], batches: Sequence[Batch]) -> int:
-    """Return the first layer behind which states are not finite, of those before every layer; else the last one."""
+def _first_overflow(
+    states: Sequence[ActivationStore], batches: Sequence[Batch], are_finite: torch.Tensor
+) -> int | None:
+    """Return the first layer behind which states are not finite; None if all are.
+
+    `states`: those before every layer that is not passed back. `are_finite`: whether all behind the last layer are.
+    """
+    if are_finite:
+        return None
     finite = (all(bool(_read(store, batch).isfinite().all()) for batch in batches) for store in states[1:])
     return next((layer for layer, is_finite in enumerate(finite) if not is_finite), len(states) - 1)
 
@@ -207,17 +216,20 @@ def _read(store: ActivationStore, batch: Batch) -> torch.Tensor:
     return store.read(batch.rows).unflatten(0, batch.token_ids.shape)
 
 
-def _start(head: OutputHead, last: ActivationStore, batches: Sequence[Batch], first: int, seed: int) -> None:
-    """Replace the states behind the last layer by random gradients.
+def _start(head: OutputHead, last: ActivationStore, batches: Sequence[Batch], first: int, seed: int) -> torch.Tensor:
+    """Replace the states behind the last layer by random gradients; return whether all states are finite, a scalar.
 
     The signs of a sequence depend on the seed and on its index in the whole text; `first`: of these batches.
     """
+    finite = []
     for batch in batches:
         states = _read(last, batch)
+        finite.append(states.isfinite().all())
         for state in states:
             state.copy_(head.random_gradient(state, seed + first))
             first += 1
         last.write(batch.rows, states)
+    return torch.stack(finite).all()
 
 
 def _gradients(

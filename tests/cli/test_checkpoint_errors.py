@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from damage import edit_config, first_shard
-from factories import Fails, MakeCheckpoint
+from factories import Fails, MakeCheckpoint, small_arguments
 from safetensors.torch import load_file, save_file
 
 from oneshot.checkpoint.reader import INDEX_NAME, SINGLE_NAME
+from oneshot.cli.compress import main
 
 
 @pytest.mark.parametrize(
@@ -150,7 +151,7 @@ def test_weights_that_are_not_finite(
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({}, "layer 0 overflow to NaN or Inf, where the largest weight is "),
+        ({}, "activations of layer 0 overflow to NaN or Inf, where the largest weight is "),
         ({"form": "per-layer"}, " in mlp."),
         ({"form": "per-layer", "settings": ["curvature=none"]}, "layer 0 overflow"),
         ({"recipe": "tcsp"}, "overflow to NaN or Inf"),
@@ -166,6 +167,21 @@ def test_activations_that_overflow(
         tensors[f"model.layers.0.mlp.{name}.weight"] *= 1e25
     save_file(tensors, folder / SINGLE_NAME)
     fails(folder, named, "--dtype float32", **settings)
+
+
+def test_gradients_that_overflow_though_activations_do_not(
+    own_checkpoint: MakeCheckpoint, text_file: Path, output: Path, fails: Fails
+) -> None:
+    """What the sentence advises makes a result."""
+    folder = own_checkpoint()
+    tensors = load_file(folder / SINGLE_NAME)
+    for name in ("q_proj", "k_proj"):
+        tensors[f"model.layers.1.self_attn.{name}.weight"] *= 1e6
+    save_file(tensors, folder / SINGLE_NAME)
+    message = fails(folder, "gradients of layer 1 overflow to NaN or Inf", " in self_attn.", form="per-layer")
+    assert "--set curvature=none" in message
+    assert "activations" not in message
+    assert main([*small_arguments(folder, output, text_file), "--form=per-layer", "--set=curvature=none"]) == 0
 
 
 def test_a_damaged_gguf_file(tmp_path: Path, fails: Fails) -> None:
