@@ -11,6 +11,7 @@ from oneshot.config import FormName
 from oneshot.export.encoder import EncoderForm
 from oneshot.export.engines import engines_that_differ
 from oneshot.export.form import Form
+from oneshot.export.forms import form_of
 from oneshot.export.nemotron_nas import WIDTH_STEP, obstacle
 from oneshot.export.resized import ResizedForm
 from oneshot.families import NAS_MODEL_TYPE, RESIZED_MODEL_TYPE
@@ -45,9 +46,11 @@ def reason_against_form(engine: Engine | None, form: Form, model: Model) -> str 
     if engine is None:
         return None
     name, model_type, forms = ENGINES[engine], model.family.model_type, FORMS_OPENED[engine]
-    if form.name not in forms:
-        return f"{name} does not open --form {form.name}; give --form {' or '.join(forms)}, or leave --form out."
-    if form.name == "stock" and model_type in NO_CLASS.get(engine, ()):
+    others = [form_of(one, model.family) for one in forms if form.name not in forms]
+    held = [one for one in others if one.grid(model).refusal is None]
+    if opened := [one.name for one in held if reason_against_form(engine, one, model) is None]:
+        return f"{name} does not open --form {form.name}; give --form {' or '.join(opened)}, or leave --form out."
+    if form.name not in forms or (form.name == "stock" and model_type in NO_CLASS.get(engine, ())):
         return f"{name} has no class for {model_type}; leave engine={engine} out of --serve."
     in_plugin = not isinstance(form, ResizedForm) or stock_classes(model.checkpoint.config)[1].__name__ in IN_PLUGIN
     if isinstance(form, EncoderForm) or not in_plugin:

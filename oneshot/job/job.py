@@ -47,6 +47,7 @@ from oneshot.run import (
     file_bytes,
     footprint_of,
     grid_of,
+    plans_by_profile,
     stages_of,
 )
 from oneshot.schedule import Schedule, make_schedule
@@ -198,10 +199,13 @@ class Job:
             )
         if not schedule.plans_by_profile:
             if config.target.max_loss is not None:
-                raise ConfigError(
-                    "--max-loss is planned by a profile, and this run makes none; leave out --form, --recipe and "
-                    "choices of the method, or ask for a size."
-                )
+                out = "--form, --recipe and choices of the method"
+                if not plans_by_profile(config, run.model):
+                    out = f"engine={config.target.serving.engine} of --serve, {out}"
+                remedy = f"leave out {out}, or ask for a size"
+                if not plans_by_profile(config, run.model, served=False):
+                    remedy = "ask for a size"
+                raise ConfigError(f"--max-loss is planned by a profile, and this run makes none; {remedy}.")
             if config.target.finds_share:
                 raise ConfigError(
                     "--max-file-size alone is planned by a profile, and this run makes none; add --sparsity 0, or how "

@@ -11,6 +11,7 @@ from oneshot.export.served import FORMS_OPENED, reason_against_form
 from oneshot.method import AUTO, Method
 from oneshot.planning import Grid, find_kept, reason_against_own_sizes
 from oneshot.profiling import profile_origin
+from oneshot.recipes import RECIPES
 
 
 def settled_form(config: Config, model: Model) -> Form:
@@ -70,6 +71,21 @@ def better_form(config: Config, model: Model, form: Form) -> Form | None:
     best = _best_form(config, model)
     gains = best.name == "per-layer" and form.name == "stock"
     return best if gains and reason_against_form(config.target.serving.engine, best, model) is None else None
+
+
+def plans_by_profile(config: Config, model: Model, *, served: bool = True) -> bool:
+    """Return whether a profile plans the run without its choice of a form and a method.
+
+    `served`: whether the result has to open in the engine that is named.
+    """
+    target = config.target if served else replace(config.target, serve=None)
+    plain = replace(config, form=AUTO, method=RECIPES["oneshot"], target=target)
+    try:
+        form = settled_form(plain, model)
+    except PlanError:
+        return False
+    method = _method_in(form, plain, model)
+    return method is not None and method.reads_profile
 
 
 def _best_form(config: Config, model: Model) -> Form:

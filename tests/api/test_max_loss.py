@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -151,6 +152,23 @@ def test_what_cannot_be_judged_is_refused(
     for words, what in ((["--max-loss=much"], "not a share"), (["--max-loss=5%", "--no-check"], "--no-check")):
         assert main([asked.checkpoint, f"--output={tmp_path / 'out'}", *words]) == 1
         assert what in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "remedy"),
+    [
+        ("llama", {"form": "stock"}, "none; leave out --form, --recipe and choices of the method, or ask for a size."),
+        ("phi3", {"serve": "engine=llama.cpp"}, "none; leave out engine=llama.cpp of --serve, --form, --recipe and "),
+        ("modernbert", {}, "this run makes none; ask for a size."),
+    ],
+)
+def test_what_makes_a_run_planned_by_a_profile_is_advised(
+    family: str, options: dict[str, Any], remedy: str, make_checkpoint: MakeCheckpoint, text_file: Path, tmp_path: Path
+) -> None:
+    options = {"form": "auto", "sparsity": None, "max_loss": 0.05} | options
+    folder = make_checkpoint(**{"family": family} | CASES[family].options)
+    with pytest.raises(ConfigError, match=re.escape(remedy)):
+        predict(small_config(folder, text_file, output=tmp_path / "out", **options))
 
 
 @pytest.mark.parametrize(("text", "share"), [("5%", 0.05), ("0.05", 0.05), (" 12.5 % ", 0.125), ("150%", 1.5)])

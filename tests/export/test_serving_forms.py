@@ -9,7 +9,7 @@ import pytest
 from factories import MakeCheckpoint, MakeConfig
 from transformers import AutoConfig, Gemma2Config
 
-from oneshot.errors import PlanError
+from oneshot.errors import OneshotError, PlanError
 from oneshot.export.served import FORMS_OPENED, IN_PLUGIN, NO_CLASS, reason_against_result
 from oneshot.families import FAMILIES
 from oneshot.pipeline import compress
@@ -67,6 +67,10 @@ def test_the_form_opens_in_the_engine_that_is_named(
         ("llama", {"serve": "engine=vllm", "form": "gguf"}, "vLLM does not open --form gguf; give --form per-layer"),
         ("falcon", {"serve": "engine=vllm", "form": "per-layer"}, "per-layer form of falcon; give --form stock"),
         ("opt", {"serve": "engine=mlx", "form": "auto"}, "MLX has no class for opt; leave engine=mlx out"),
+        ("opt", {"serve": "engine=mlx", "form": "gguf"}, "MLX has no class for opt; leave engine=mlx out"),
+        # only forms that hold the family and that open there are advised
+        ("falcon", {"serve": "engine=llama.cpp", "form": "per-layer"}, "open --form per-layer; give --form stock, or"),
+        ("falcon", {"serve": "engine=vllm", "form": "gguf"}, "open --form gguf; give --form stock, or leave"),
         (
             "qwen2",
             {"serve": "engine=llama.cpp", "heads": "id"},
@@ -81,7 +85,7 @@ def test_what_an_engine_does_not_open_is_refused_before_the_work(
     family: str, options: dict[str, Any], sentence: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig
 ) -> None:
     folder = make_checkpoint(family=family, width=96, **(GQA if family != "opt" else {"groups": 4}))
-    with pytest.raises(PlanError) as caught:
+    with pytest.raises(OneshotError) as caught:
         compress(make_config(folder, **options))
     assert sentence in str(caught.value)
 
