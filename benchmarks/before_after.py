@@ -1,4 +1,4 @@
-"""The cost of a change: compressions of SmolLM2-135M by two checkouts, in turns; CPU seconds, memory and perplexity.
+"""The cost of a change: compressions of one model by two checkouts, in turns; CPU seconds, memory and perplexity.
 
     python benchmarks/before_after.py --before DIR --text FILE -- --form=per-layer --dtype=auto
 
@@ -17,6 +17,8 @@ from statistics import median
 import torch
 from harness import ROOT, append_row, cpu_and_peak, parser, provenance, smollm2_gguf
 from overhead import forward_seconds
+from real_models import FOLDER as MODELS_FOLDER
+from real_models import MODELS, fetch
 
 from oneshot.checkpoint import locate_checkpoint
 from oneshot.evaluation import load_model, load_windows, perplexity
@@ -33,6 +35,7 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--before", type=Path, required=True)
     options.add_argument("--text", type=Path, required=True, help="what both results are judged on")
+    options.add_argument("--model", choices=sorted(MODELS), help="of real_models.py (default: SmolLM2-135M)")
     options.add_argument("--turns", type=int, default=2)
     options.add_argument("--num-sequences", type=int, default=8)
     options.add_argument("--sequence-length", type=int, default=1024)
@@ -46,8 +49,9 @@ def main() -> None:
     commit = subprocess.run(
         ["git", "-C", trees["before"], "rev-parse", "--short", "HEAD"], capture_output=True, text=True
     )
+    file = smollm2_gguf() if arguments.model is None else fetch(arguments.model, MODELS_FOLDER)
     with tempfile.TemporaryDirectory() as scratch:
-        checkpoint = locate_checkpoint(str(smollm2_gguf()), Path(scratch))
+        checkpoint = locate_checkpoint(str(file), Path(scratch))
         found: dict[str, list[tuple[float, int]]] = {name: [] for name in trees}
         for _ in range(arguments.turns):
             for name, tree in trees.items():
@@ -70,6 +74,7 @@ def main() -> None:
     append_row(
         "before_after",
         provenance(
+            model=file.stem,
             before=commit.stdout.strip(),
             num_tokens=arguments.num_sequences * arguments.sequence_length,
             arguments=more,
