@@ -9,6 +9,8 @@ import torch
 from oneshot_kernels import cholesky_pivots_
 from oneshot_kernels.pivoted_qr.panels import WIDTH
 
+from oneshot.linalg import products
+
 MATRIX = 1024  # columns of the matrices that are timed on a CPU; a device gets four times as many
 PIVOTED = 768
 CAPTURE_SECONDS = 8e-3  # of the graph of a panel, captured anew for every Gram
@@ -21,8 +23,8 @@ class Rates:
     """The rates of a machine.
 
     Attributes:
-        stream, sums, energies, double: operations of products: in the forward passes, in Grams, in the energies of the
-            report, and in float64.
+        stream, sums, energies, double: operations of products: in the forward passes, in Grams, in logits and the
+            energies of errors, and in float64.
         pivoted: operations of pivoted Cholesky on a CPU.
         pivot_seconds: seconds of one pivot on a device, without updates of the whole Gram; None for a CPU.
         bandwidth, link: bytes that a device moves in its memory, and to or from pinned host memory.
@@ -57,22 +59,17 @@ def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
     """Measure the rates of this machine now; it takes some tenths of a second."""
     size = MATRIX if device.type == "cpu" else 4 * MATRIX
 
-    def product(of: torch.dtype) -> float:
+    def product(of: torch.dtype, by: Callable[[torch.Tensor, torch.Tensor], object] = torch.matmul) -> float:
         matrix = torch.ones(size, size, dtype=of, device=device)
-        return 2 * size**3 / _seconds(lambda: matrix @ matrix, device)
+        return 2 * size**3 / _seconds(lambda: by(matrix, matrix), device)
 
     def gram(columns: int) -> torch.Tensor:
         return torch.eye(columns, dtype=torch.float64, device=device) + 0.1
 
     if device.type == "cpu":
-        single = product(torch.float32)
-        stream, double, small = (
-            single if dtype == torch.float32 else product(dtype),
-            product(torch.float64),
-            gram(PIVOTED),
-        )
+        single, small = product(torch.float32, products.product), gram(PIVOTED)
         pivoted = PIVOTED**3 / 3 / _seconds(lambda: cholesky_pivots_(small.clone(), rank=PIVOTED), device)
-        return Rates(stream, single, double, double, pivoted)
+        return Rates(product(dtype), single, single, product(torch.float64), pivoted)
     _warm_up(device)
     large, moved = gram(size), torch.empty(MOVED_BYTES, dtype=torch.uint8, device=device)
     waiting = torch.empty(MOVED_BYTES, dtype=torch.uint8, pin_memory=True)

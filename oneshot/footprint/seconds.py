@@ -48,7 +48,7 @@ LAUNCH_SECONDS = 1.07e-5  # of an operation that the host launches on a device
 EXPERT_LAUNCHES, ARRIVAL_LAUNCHES, EFFECT_LAUNCHES = 95, 17, 7
 
 # Rates of a usual machine: two cores of a server, measured in float32, and an H100 (`benchmarks/gpu_estimate.py`).
-USUAL_CPU = Rates(4e10, 4e10, 2e10, 2e10, pivoted=1e10)
+USUAL_CPU = Rates(4e10, 4e10, 4e10, 2e10, pivoted=1e10)
 USUAL_DEVICE = Rates(499e12, 499e12, 50.4e12, 61.2e12, pivot_seconds=6.5e-6, bandwidth=2.76e12, link=54.9e9)
 
 TYPES = "types of the original"  # the stage's name
