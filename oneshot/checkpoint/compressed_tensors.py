@@ -129,17 +129,18 @@ def _shape(module: str, weights: Any, kind: str, stored: Mapping[str, tuple[int,
             f"{module}.{SCALE} has shape {scale}, which does not fit {strategy} scales of {rows} × {columns} weights; "
             "give a complete checkpoint."
         )
+    needed = {"pack-quantized": [SHAPE], NVFP4: ["weight_global_scale"]}.get(kind, [])
     if not weights.symmetric:
-        zeros = scale
-        if is_packed:
-            zeros = (math.ceil(rows * weights.num_bits / 32), scale[1])
-        if stored.get(ZERO) != zeros:
+        needed.append(ZERO)
+    for missing in needed:
+        if missing not in stored:
+            raise CheckpointError(f"{module}.{missing} is missing; give a complete checkpoint.")
+    if not weights.symmetric:
+        zeros = (math.ceil(rows * weights.num_bits / 32), scale[1]) if is_packed else scale
+        if stored[ZERO] != zeros:
             raise CheckpointError(
-                f"{module}.{ZERO} has shape {stored.get(ZERO)} where {zeros} is expected; give a complete checkpoint."
+                f"{module}.{ZERO} has shape {stored[ZERO]} where {zeros} is expected; give a complete checkpoint."
             )
-    missing = SHAPE if kind == "pack-quantized" else "weight_global_scale" if kind == NVFP4 else None
-    if missing is not None and missing not in stored:
-        raise CheckpointError(f"{module}.{missing} is missing; give a complete checkpoint.")
     return rows, columns
 
 

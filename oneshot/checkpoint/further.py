@@ -53,8 +53,10 @@ def further_layers(model: Model) -> FurtherLayers | str | None:
     width = model.shape.hidden_size
     for name, module in known.items():
         expected = (width, 2 * width) if any(module == one.projection for one in found) else (width,)
-        if beside.shapes.get(name) != expected:
-            return f"{name} has shape {beside.shapes.get(name)} where such a layer has {expected}"
+        if name not in beside.shapes:
+            return f"{name} is missing, of shape {expected}"
+        if beside.shapes[name] != expected:
+            return f"{name} has shape {beside.shapes[name]} where such a layer has {expected}"
     blocks = tuple(one.block for one in found)
     for name in sorted(beside.shapes):
         if name not in known and not name.startswith(blocks):

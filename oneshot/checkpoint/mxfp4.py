@@ -23,9 +23,11 @@ def mxfp4_weights(shapes: Shapes, dtypes: Mapping[str, str]) -> QuantisedWeights
     for blocks in (name for name, dtype in dtypes.items() if name.endswith(BLOCKS) and dtype == BYTES):
         name, shape = blocks.removesuffix(BLOCKS), shapes[blocks]
         scales, expected = name + SCALES, shape[:-1]
-        if len(shape) != 4 or shape[-1] != BLOCK_BYTES or shapes.get(scales) != expected or dtypes[scales] != BYTES:
+        if scales not in shapes:
+            raise CheckpointError(f"{scales} is missing; give a complete checkpoint.")
+        if len(shape) != 4 or shape[-1] != BLOCK_BYTES or shapes[scales] != expected or dtypes[scales] != BYTES:
             raise CheckpointError(
-                f"{scales} has shape {shapes.get(scales)}, which does not fit {blocks} {shape}, whose exponents are "
+                f"{scales} has shape {shapes[scales]}, which does not fit {blocks} {shape}, whose exponents are "
                 f"bytes {expected}; give a complete checkpoint."
             )
         experts, outputs, groups, _ = shape

@@ -196,7 +196,7 @@ def test_mxfp4_is_what_transformers_makes_of_it(mxfp4: Path, make_config: MakeCo
     ("change", "cause"),
     {
         "shape": r"mlp.experts.down_proj_scales has shape \(4, 32, 1\), which does not fit",
-        "missing": r"mlp.experts.down_proj_scales has shape None",
+        "missing": r"mlp.experts.down_proj_scales is missing",
         "not finite": "down_proj in .* holds NaN or Inf",
     }.items(),
 )
@@ -239,7 +239,8 @@ def test_packed_weights_are_compressed(own_checkpoint: MakeCheckpoint, make_conf
         "no shape": "weight_shape is missing",
         "no scale": r"up_proj\.weight_scale is missing",
         "order": "weight_g_idx states an order of its inputs",
-        "zero point": r"weight_zero_point has shape None where \(\d, \d\) is expected",
+        "no zero point": "weight_zero_point is missing",
+        "zero point": r"weight_zero_point has shape \(1, 1\) where \(\d, \d\) is expected",
         "transform": "have a transform_config, which is not read",
         "format": "is stored as marlin-24 of compressed-tensors, which is not read",
         "groups": "2 groups of the quantization_config hold model.layers.0",
@@ -261,8 +262,11 @@ def test_other_compressed_tensors_are_refused(change: str, cause: str, own_check
         del stored[f"{module}.weight_scale"]
     elif change == "order":
         stored[f"{module}.weight_g_idx"] = torch.zeros(32, dtype=torch.int32)
-    elif change == "zero point":
+    elif change in ("no zero point", "zero point"):
         stated["config_groups"]["group_0"] = group | {"weights": group["weights"] | {"symmetric": False}}
+        if change == "zero point":
+            packed = [name for name in stored if name.endswith("weight_scale")]
+            stored |= {name.replace("_scale", "_zero_point"): torch.zeros(1, 1, dtype=torch.int32) for name in packed}
     elif change == "transform":
         stated["transform_config"] = {"config_groups": {"u": {}}}
     elif change == "format":

@@ -179,10 +179,10 @@ def _damaged(folder: Path, change: str) -> None:
     ("change", "cause"),
     {
         "lacks": "model.layers.3.mlp.gate.weight",
-        "lacks a norm": "model.layers.3.hnorm.weight has shape None",
+        "lacks a norm": "model.layers.3.hnorm.weight is missing",
         "shape": r"eh_proj.weight has shape \(32, 32\)",
         "unknown": "mtp.other.weight belongs to none of the 1 layers",
-        "count": "model.layers.4.eh_proj.weight has shape None",
+        "count": "model.layers.4.eh_proj.weight is missing",
     }.items(),
 )
 def test_incomplete_layers_are_not_taken(change: str, cause: str, further_checkpoint: Any) -> None:
@@ -202,7 +202,7 @@ def test_layers_that_are_not_taken_are_left_out(further_checkpoint: Any, make_co
     assert report.further_parameters is None
     told = [one for one in report.warnings if "left out of the result" in one]
     assert len(told) == 1
-    assert "model.layers.3.hnorm.weight has shape None" in told[0]
+    assert "model.layers.3.hnorm.weight is missing" in told[0]
     assert "left out of the result" in (output / CARD_NAME).read_text()
 
 
