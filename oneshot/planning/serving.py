@@ -112,9 +112,10 @@ def with_groups(target: Target, quantise: QuantiseName | None, shape: ModelShape
     fixed = (fixed | {own.intermediate_size for own in shape.distinct}) - {0}
     group = next((group for group in groups if all(size % group == 0 for size in fixed)), None)
     if group is None:
+        odd = [str(size) for size in sorted(fixed) if size % groups[-1]]
         raise PlanError(
             f"--quantise {quantise} rounds weights in groups of {groups[-1]} inputs{' or more' * (len(groups) > 1)}, "
-            f"which do not divide the {' and '.join(map(str, sorted(fixed)))} inputs of this model's linears; use "
+            f"which do not divide the {' and '.join(odd)} inputs of this model's linears; use "
             "--quantise w8a8."
         )
     return replace(target, serve=str(replace(serving, group=group)))

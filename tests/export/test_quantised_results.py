@@ -240,8 +240,8 @@ NVFP4 = {"quantise": "nvfp4", "save_dtype": "bfloat16"}
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"form": "gguf"}, "whose types --bits and --max-file-size choose; leave it out"),
     ({}, {"budget": "bytes"}, "give --max-size"),
-    ({"hidden": 40, "width": 64}, {}, "do not divide the 40 and 64 inputs"),
-    ({"hidden": 40, "width": 64}, NVFP4, "groups of 16 inputs, which do not divide the 40 and 64 inputs"),
+    ({"hidden": 40, "width": 64}, {}, "do not divide the 40 inputs"),
+    ({"hidden": 40, "width": 64}, NVFP4, "groups of 16 inputs, which do not divide the 40 inputs"),
     ({}, NVFP4 | {"serve": "group=24"}, "groups of 16 inputs, of which --serve group=24 is not a multiple"),
     ({}, {"quantise": "mxfp4"}, "add --save-dtype bfloat16"),
     ({"family": "gpt2"}, {}, "linears of the class Conv1D"),
