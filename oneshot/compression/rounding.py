@@ -259,8 +259,10 @@ def _round_columns(
 
     What makes the others is not rounded. So it is fitted to the rounded columns, columns are fitted to it and rounded
     anew, and so on; the pair with the least error stays. Of the `ways` to store the matrix, that one is taken whose
-    columns lose least before the fits.
+    columns lose least before the fits. All is in float64, because what is lost is a small difference of large products.
     """
+    dtype = ways[0][0].dtype
+    exact = ((columns.double(), others.double(), order) for columns, others, order in ways)
 
     def rounded_at_once(way: StoredColumns) -> tuple[StoredColumns, torch.Tensor, RoundedWeight]:
         columns, others, order = way
@@ -268,7 +270,7 @@ def _round_columns(
         ordered = gram[order.unsqueeze(1), order].to(made)
         return way, ordered, rounded(columns, made @ ordered @ made.T, num_tokens, quantisation)
 
-    tried = map(rounded_at_once, ways)  # one after the other: a Gram is large
+    tried = map(rounded_at_once, exact)  # one after the other: a Gram is large
     (columns, others, order), ordered, of_columns = min(tried, key=lambda one: float(one[2].energies[:, 0].sum()))
     goal, start = columns, _making_all(others)
     made, known, least = start, trusted_gram(ordered, num_tokens), math.inf
@@ -290,7 +292,7 @@ def _round_columns(
         row_energies(goal, start @ ordered @ start.T),
     )
     _note(found, names, sizes, replace(of_columns, energies=torch.stack(energies, dim=1)))
-    return RoundedColumns(of_columns.weight, made[:, order.argsort()], order)
+    return RoundedColumns(of_columns.weight.to(dtype), made[:, order.argsort()].to(dtype), order)
 
 
 def _making_all(others: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,7 @@ from oneshot.compression.rounding import (
 
 TOKENS = 200
 GROUPS = {"w4a16": 16, "nvfp4": 16, "mxfp4": 32}
+W8A8 = Quantisation("w8a8", 0, torch.bfloat16)
 SCHEMES = [Quantisation(name, GROUPS.get(name, 0), torch.bfloat16) for name in PRESETS]
 
 
@@ -130,6 +131,21 @@ def test_what_a_low_rank_reads_through_is_fitted_to_its_rounded_columns(
     assert bool(dead.ranks["gate"].whole(torch.float64).isfinite().all())  # no token has reached it
     monkeypatch.setattr("oneshot.compression.rounding._better_inputs", lambda columns, made, *_: made)
     assert fitted < 0.9 * lost()[0]
+
+
+def test_the_error_of_a_low_rank_is_known_where_inputs_have_a_large_mean() -> None:
+    """What eight bits lose there is a millionth of the outputs' energy, and factors are float32."""
+    inputs = torch.randn(TOKENS, 64, dtype=torch.float64) + 20 * torch.randn(64, dtype=torch.float64)
+    factored = Factored(torch.randn(80, 16), torch.randn(16, 64))
+    whole = factored.outputs.double() @ factored.inputs.double()
+    mixer: Any = SimpleNamespace(ranked={"gate": ("gate",)})
+    gram = (inputs.T @ inputs).float()
+    found = round_linears(mixer, ["gate"], {"gate.weight": whole}, {"gate": factored}, gram, TOKENS, W8A8)
+    rounded_columns = found.ranks["gate"]
+    errors = inputs @ (whole - rounded_columns.outputs.double() @ rounded_columns.inputs.double()).T
+    lost = float(errors.square().sum() / (inputs @ whole.T).square().sum()) ** 0.5
+    assert lost < 2e-3
+    assert found.errors["gate"] == pytest.approx(lost, rel=0.01)
 
 
 def test_the_ways_to_store_a_low_rank_are_the_same_matrix() -> None:
