@@ -1,8 +1,9 @@
 """Layers and sublayers that stay as they are: patterns on the names of modules (`--keep`)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import takewhile
 from typing import Literal
 
 from oneshot.architecture import Description, ModelShape
@@ -43,18 +44,23 @@ def find_kept(patterns: Sequence[str], family: Description, shape: ModelShape) -
         matched = {name for name in set().union(tables, *parts.values()) if _matches(pattern, name)}
         if not matched:
             example = next(iter(sorted(parts[next(iter(parts))])))
+            patterns = [f"{_end(family.layer_prefix(0).removesuffix('.'), 2)}.*", *_modules_of(family, parts)]
             raise ConfigError(
                 f"--keep {pattern} matches no linear of a layer and no table, which are called as {example} is; give a "
-                "pattern such as layers.0.*, *.self_attn.* or layers.[0-3].mlp.*, or embed_tokens."
+                f"pattern such as {', '.join(patterns)} or {_end(min(tables), 1)}."
             )
         found |= matched
     # 3. The sublayers whose linears all match
     for (layer, _), names in parts.items():
         if found & names and not names <= found:
-            missing, inside = sorted(names - found)[0], sorted(found & names)[0]
+            missing, around = sorted(names - found), _around(names)
+            is_layer = f"{around}." == family.layer_prefix(layer)
+            remedy = (
+                f"also keep {' and '.join(missing)}" if is_layer else f"keep all of layer {layer}'s {_end(around, 1)}"
+            )
             raise ConfigError(
-                f"--keep has {inside} without {missing}, but neurons and heads run through all linears of a sublayer; "
-                f"keep all of layer {layer}'s {inside.rpartition('.')[0].rpartition('.')[2]}."
+                f"--keep has {min(found & names)} without {missing[0]}, but neurons and heads run through all linears "
+                f"of a sublayer; {remedy}."
             )
     whole = {part for part, names in parts.items() if names <= found}
     return Kept(
@@ -70,10 +76,36 @@ def _linears(
     """Yield the linears of each sublayer of a layer that a run may change, by their names in the model."""
     stack = family.stack_of(layer)
     prefix = stack.layer_prefix(layer)
-    yield "ffn", {prefix + name.rpartition(".")[0] for name in stack.feed_forward.axes(shape.layer(layer))}
+    names = stack.feed_forward.axes(shape.layer(layer))
+    yield "ffn", {prefix + name.removesuffix(".weight").removesuffix(".bias") for name in names}
     if stack.attentions:
         linears = [(*mixer.readers, *mixer.memory_readers, mixer.out) for mixer in stack.attentions]
         yield "attention", {prefix + name for names in linears for name in names}
+
+
+def _modules_of(family: Description, parts: Mapping[Part, set[str]]) -> list[str]:
+    """Return patterns for the modules of the first layer that hold a whole sublayer, and so in all layers."""
+    layer = family.layer_prefix(0)
+    inside = {_around(names) for (number, _), names in parts.items() if number == 0 and f"{_around(names)}." != layer}
+    patterns = [f"*.{module.removeprefix(layer)}.*" for module in sorted(inside)]
+    whole = ((pattern, {_matches_all(pattern, names) for names in parts.values()}) for pattern in patterns)
+    return [pattern for pattern, found in whole if None not in found]
+
+
+def _matches_all(pattern: str, names: Collection[str]) -> bool | None:
+    """Return whether a pattern is for all names, or for no one; None for some."""
+    found = {_matches(pattern, name) for name in names}
+    return None if len(found) > 1 else found.pop()
+
+
+def _around(names: Collection[str]) -> str:
+    """Return the name of the module that holds all linears of these names."""
+    steps = zip(*(name.split(".")[:-1] for name in names), strict=False)
+    return ".".join(own[0] for own in takewhile(lambda own: len(set(own)) == 1, steps))
+
+
+def _end(name: str, steps: int) -> str:
+    return ".".join(name.split(".")[-steps:])
 
 
 def _matches(pattern: str, name: str) -> bool:

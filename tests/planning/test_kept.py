@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from factories import Fails, MakeCheckpoint, MakeConfig
+from families.cases import CASES
 from safetensors.torch import load_file
 
 from oneshot.checkpoint import Checkpoint, identify
@@ -42,6 +43,25 @@ def test_names_are_those_of_the_family(family: str, make_checkpoint: MakeCheckpo
     assert find_kept([f"{model.family.stack.layers}.1.*"], model.family, model.shape) == Kept(
         frozenset([1]), frozenset([1])
     )
+
+
+@pytest.mark.parametrize("family", ["llama", "bert", "opt", "gpt_neox", "minimax_m2", "lfm2_moe", "falcon_h1", "t5"])
+def test_patterns_that_are_advised_keep_something(family: str, tmp_path: Path) -> None:
+    """Also those for what a part of a sublayer lacks."""
+    CASES[family].build(**CASES[family].options).save_pretrained(tmp_path)
+    model = identify(Checkpoint(tmp_path))
+    with pytest.raises(ConfigError, match="such as ") as caught:
+        find_kept(["nothing"], model.family, model.shape)
+    advised = str(caught.value).partition("such as ")[2].removesuffix(".").replace(" or ", ", ").split(", ")
+    assert len(advised) > 2
+    for pattern in advised:
+        assert find_kept([pattern], model.family, model.shape) != Kept()
+    first = str(caught.value).partition("called as ")[2].partition(" is;")[0]
+    with pytest.raises(ConfigError, match="a sublayer; ") as caught:
+        find_kept([first], model.family, model.shape)
+    also, _, part = str(caught.value).removesuffix(".").rpartition(" ")
+    more = part if also.endswith("also keep") else f"*.0.*{part}.*"
+    assert 0 in find_kept([first, more], model.family, model.shape).ffn
 
 
 @pytest.mark.parametrize(
