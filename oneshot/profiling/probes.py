@@ -178,10 +178,14 @@ def probed_layers(layers: Sequence[int], predicts: bool) -> list[int]:
 
 
 def between(values: torch.Tensor) -> torch.Tensor:
-    """Return values `(layers,)` of which those that are zero are interpolated from the others, if there are any."""
+    """Return values `(layers,)` of which those that are zero are interpolated from the others; ones if all are zero.
+
+    A reduced FFN that changes nothing, or nothing above rounding, does not say that other errors cost nothing. The
+    predicted ones are in nats already, and squared ones at least keep their order.
+    """
     known = values.nonzero().squeeze(1).numpy()
     if not len(known):
-        return values
+        return torch.ones_like(values)
     return torch.from_numpy(np.interp(np.arange(len(values)), known, values.numpy()[known]))
 
 

@@ -183,8 +183,9 @@ class LayerProfiler:
         self._machine.workers.sum_(together)  # zeros from all but the owner
         for values, total in zip(measured, together.cpu().split([one.numel() for one in measured]), strict=True):
             values.copy_(total.view_as(values))
-        if self._predicts:
+        if self._measures.ranks:
             of_stream = between(of_stream)
+        if self._predicts:
             by_kind["ffn"] = of_stream * costs
         return Profile(
             **curves,

@@ -21,6 +21,7 @@ from families.cases import CASES, variants
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.nn import functional
+from transformers import AutoModelForCausalLM
 
 from oneshot.architecture import ModelShape, TableShape
 from oneshot.checkpoint import open_model
@@ -121,6 +122,27 @@ def test_dead_neurons_do_not_change_the_sensitivities(make_config: MakeConfig, s
     ratio = found.ffn_sensitivity / wanted.ffn_sensitivity
     assert float(ratio.min()) > 1 / 3
     assert float(ratio.max()) < 3
+
+
+@pytest.mark.parametrize("curvature", ["none", "fisher"])
+@pytest.mark.parametrize("dead", [[1], [0, 1, 2]], ids=str)
+@pytest.mark.parametrize("family", ["llama", "olmoe"])
+def test_ranks_are_not_free_beside_ffns_that_add_nothing(
+    family: str, dead: list[int], curvature: str, make_config: MakeConfig, save_model: Any, tmp_path: Path
+) -> None:
+    """Their probes do not say what an error in the stream costs. Dead FFNs alone go, however many more could."""
+    model = build_model(**CASES[family].options | {"layers": 3})
+    for number in dead:
+        own = model.model.layers[number].mlp
+        torch.nn.init.zeros_(own.down_proj.weight if family == "llama" else own.experts.down_proj)
+    options: dict[str, Any] = {"form": "per-layer", "curvature": curvature, "round_to": 8, "sparsity": 0.05}
+    config = make_config(save_model(model), output=str(tmp_path / "out"), **options)
+    report = compress(config)
+    for number in dead:
+        kept = report.plan["layers"][number]
+        assert kept["query_key_rank"] is kept["output_rank"] is None
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    torch.testing.assert_close(found(calibration_tokens(config)).logits, model(calibration_tokens(config)).logits)
 
 
 def test_fluctuations_are_those_of_the_stock_model(profiled: tuple[Profile, Any]) -> None:
