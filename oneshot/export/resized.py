@@ -54,8 +54,11 @@ class ResizedForm(StockForm):
         )
 
     def layer(self, model: Model, number: int, tensors: Tensors) -> Tensors:
-        """Return a layer's tensors under their stored names; experts have the parameters of the class."""
-        low_rank = tuple(f"{linear}." for linear in _low_rank(model.family.stack_of(number), tensors))
+        """Return a layer's tensors under their stored names; experts have the parameters of the class.
+
+        A layer of this number may have another mixer in the input, so the linears of low rank are told by the tensors.
+        """
+        low_rank = tuple(f"{linear}." for linear in _low_rank(model.family.stack, tensors))
         named = {_within(name) if name.startswith(low_rank) else name: tensor for name, tensor in tensors.items()}
         return super().layer(_in_class(model), number, named)
 

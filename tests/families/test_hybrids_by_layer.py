@@ -7,8 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from factories import MakeCheckpoint, MakeConfig, assert_cache_changes_nothing, calibration_tokens, cpu_machine
+from factories import (
+    MakeCheckpoint,
+    MakeConfig,
+    assert_cache_changes_nothing,
+    build_model,
+    calibration_tokens,
+    cpu_machine,
+)
 from families.cases import CASES
+from last_states import assert_passes, keep_last_states
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -113,6 +121,25 @@ def test_a_result_is_the_model_without_whole_layers(
     expected = model(tokens, use_cache=False).logits
     torch.testing.assert_close(result(tokens, use_cache=False).logits, expected, rtol=1e-5, atol=1e-5)
     assert_cache_changes_nothing(result, 6, input_ids=tokens[:, :5])
+
+
+@torch.inference_mode()
+def test_ranks_of_a_layer_that_gets_the_number_of_another_mixers(
+    make_config: MakeConfig, save_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first layer, a convolution, adds nothing and goes; the second one's attention has a low rank."""
+    model = build_model(**CASES["lfm2"].options)
+    output = model.model.layers[1].self_attn.out_proj.weight
+    output.copy_(output[:, :4] @ output[:4] / 2)
+    for linear in (model.model.layers[0].conv.out_proj, model.model.layers[0].feed_forward.w2):
+        torch.nn.init.zeros_(linear.weight)
+    config = make_config(save_model(model), depth="sensitivity", sparsity=0.25, form="per-layer", round_to=8)
+    last = keep_last_states(monkeypatch)
+    first, second, _ = compress(config).plan["layers"]
+    assert not first["intermediate_size"]
+    assert second["output_rank"]
+    result = load_model(Path(config.output), device=torch.device("cpu"), dtype=torch.float32)
+    assert_passes(result, "model.layers", config, last[0])
 
 
 @pytest.mark.parametrize("name", ["falcon_h1", "lfm2"])
