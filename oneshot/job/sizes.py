@@ -104,7 +104,7 @@ def _plan_by_profile(job: Job, journal: Journal, types: OriginalTypes | None) ->
     grids: dict[str, Grid] = {
         name: grid_of(form_of(name, run.model.family), run.model, run.config.target) for name in FORMS
     }
-    job.divergences = predicted_divergences(grids, job.config.method, target, plan, measured, budget)
+    job.divergences = predicted_divergences(grids, job.config.method, target, plan, measured, budget) or None
     verdict = mixture_verdict(run.grid, measured)
     job.mixture = None if verdict is None else verdict_record(verdict)
     job.curve = share(0, lambda: predicted_curve(run.grid, run.method, target, sensitivity))

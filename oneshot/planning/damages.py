@@ -21,6 +21,7 @@ EMBEDDING_CAUTION = 2.0
 # Of what removed experts cost, this share stays when the others are corrected (benchmarks/records/experiments.md).
 CORRECTED_SHARE = 0.45
 TINY = torch.finfo(torch.float64).tiny
+STATED_SIZES = ("query_key_size", "value_size", "num_experts")  # that may be the same in all layers without a profile
 
 Damages = dict[str, torch.Tensor]
 """The predicted loss of every size, in nats per token, as only sensitivities are; what is unknown has no entry.
@@ -164,6 +165,17 @@ ALLOCATIONS: dict[str, Callable[[Profile, Grid], Damages]] = {
 """The predicted losses by which layers share a target, by name in `method.Allocation`."""
 
 
+def is_priced(plan: Plan, damages: Damages) -> bool:
+    """Return whether all sizes of a plan have damages: stated sizes and other forms' ranks may not be measured."""
+    if plan.hidden is not None:
+        return False
+    for name in (*STATED_SIZES, *(f"{kind}_rank" for kind in RANKED_KINDS)):
+        full = damages[name].shape[1] - 1
+        if any((getattr(kept, name) or full) < full for kept in plan.layers) and not damages[name].any():
+            return False
+    return True
+
+
 def predicted_damage(plan: Plan, damages: Damages) -> float:
     """Return the sum of the damages of a plan's sizes."""
     total = sum(float(damages["embedding"][index, table.rank]) for index, table in enumerate(plan.embedding))
@@ -175,7 +187,7 @@ def predicted_damage(plan: Plan, damages: Damages) -> float:
         if plan.head_unit != "kv-group" and units:
             units = kept.num_attention_heads // units
         total += float(damages["ffn"][layer, kept.intermediate_size] + damages["heads"][layer, units])
-        for name in ("query_key_size", "value_size", "num_experts"):
+        for name in STATED_SIZES:
             size = getattr(kept, name)
             if size is not None and name in damages:
                 total += float(damages[name][layer, size])

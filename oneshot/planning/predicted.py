@@ -16,7 +16,7 @@ from oneshot.errors import ConfigError, PlanError
 from oneshot.method import Method
 from oneshot.planning.budget import Budget
 from oneshot.planning.curves import Profile
-from oneshot.planning.damages import Damages, predicted_damage, profiled_damages
+from oneshot.planning.damages import Damages, is_priced, predicted_damage, profiled_damages
 from oneshot.planning.grid import Grid
 from oneshot.planning.plan import Plan
 from oneshot.planning.sizes import make_plan
@@ -133,15 +133,18 @@ def predicted_divergences(
 
     It is given for the `plan`, and for the best plan of each form (`grids`) for the same target, which shows what a
     form costs. The `method` is not settled: each form settles its own. Small numbers are more reliable than large
-    ones, because damages are assumed to add up.
+    ones, because damages are assumed to add up. Plans with sizes that were not measured are left out; nothing is given
+    if the `plan` is one.
     """
     damages = profiled_damages(profile, "sensitivity", next(iter(grids.values())))
+    if not is_priced(plan, damages):
+        return {}
     predicted = {"plan": predicted_damage(plan, damages)}
     for form, grid in grids.items():
         with contextlib.suppress(PlanError, ConfigError):
-            predicted[form] = predicted_damage(
-                make_plan(grid, grid.settle(method, target), target, damages, budget), damages
-            )
+            other = make_plan(grid, grid.settle(method, target), target, damages, budget)
+            if is_priced(other, damages):
+                predicted[form] = predicted_damage(other, damages)
     return predicted
 
 
@@ -155,7 +158,11 @@ def predicted_curve(grid: Grid, method: Method, target: Target, damages: Damages
     """
     shares = CURVE_SHARES if target.budget == "parameters" else ()
     plans = {str(share): _plan_without(share, grid, method, target, damages) for share in shares}
-    return {share: predicted_damage(plan, damages) for share, plan in plans.items() if plan is not None}
+    return {
+        share: predicted_damage(plan, damages)
+        for share, plan in plans.items()
+        if plan is not None and is_priced(plan, damages)
+    }
 
 
 MANY_NEURONS = 0.5  # the share of FFN neurons beyond which equal layers are warned of
