@@ -115,6 +115,7 @@ def peers_seconds_table() -> str:
             row["model"],
             f"**{row['tool']}**" if row["tool"] == "oneshot" else row["tool"],
             row["method"],
+            f"{row['num_tokens']:,}",
             f"{row['removed']:.1%}",
             f"{fmean(one['cpu_seconds'] for one in rows):.0f} s",
             f"{passes(rows):.1f}",
@@ -130,9 +131,9 @@ def peers_seconds_table() -> str:
         if row["tool"] != "oneshot"
     }
     return markdown(
-        ["model", "tool", "what goes", "removed", "run", "÷ dense pass", "each", "peak memory"],
+        ["model", "tool", "what goes", "tokens", "removed", "run", "÷ dense pass", "each", "peak memory"],
         lines,
-        f"{newest[0]['num_tokens']:,} tokens of builtin for all, one thread; CPU seconds of processes that read a "
+        "Text of builtin for all, one thread; CPU seconds of processes that read a "
         "folder and write one. The dense pass (float32, logits of all tokens) ran in the same environment. The ratio "
         "leaves out the imports of torch and transformers. Other tools computed in float32; ours took bfloat16 by "
         "`--dtype auto` where no dtype is named, and ends with a check on held-out text. "
@@ -145,7 +146,7 @@ def peers_runs() -> list[list[Row]]:
     """Return the rows of each run of `peers.py` at its newest commit: model by model, other tools before ours."""
     runs: dict[tuple[str, ...], list[Row]] = {}
     for row in read_rows("peers_seconds"):
-        runs.setdefault(key_of(row, "model", "tool", "method"), []).append(row)
+        runs.setdefault(key_of(row, "model", "tool", "method", "num_tokens"), []).append(row)
     order = list(dict.fromkeys(model for model, *_ in runs))
     newest = [[row for row in rows if row["commit"] == rows[-1]["commit"]] for rows in runs.values()]
     return sorted(newest, key=lambda rows: (order.index(rows[0]["model"]), rows[0]["tool"] == "oneshot"))
