@@ -39,7 +39,8 @@ class BranchNorm:
             return None
         assert not norm.centres, "no family has a LayerNorm inside its branches"
         gain = tensors[f"{norm.name}.weight"].to(device).double() + norm.offset
-        smallest = SMALLEST_GAIN * gain.abs().max()
+        largest = gain.abs().max()
+        smallest = torch.where(largest > 0, SMALLEST_GAIN * largest, 1.0)  # any will do where the branch adds nothing
         return cls(torch.where(gain.abs() < smallest, smallest, gain))
 
     def scales(self, written: torch.Tensor, added: torch.Tensor) -> torch.Tensor:

@@ -1,13 +1,16 @@
 """The correction of a writer before the norm of its branch, against float64 and against whole runs of Gemma 3."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from factories import MakeCheckpoint, MakeConfig, build_model, calibration_tokens
-from families.cases import CASES
+from families.cases import CASES, variants
+from last_states import assert_passes, keep_last_states
 
 from oneshot.compression.branch_norm import BranchNorm, at_scaled
+from oneshot.evaluation import load_model
 from oneshot.families import FAMILIES
 from oneshot.pipeline import compress
 
@@ -54,6 +57,23 @@ def test_a_residual_is_taken_back_through_the_norm_to_first_order() -> None:
 def test_a_row_without_gain_keeps_its_solution() -> None:
     norm, weight = branch_norm(torch.tensor([-1.0, 0.0, 0.5])), seeded(3, 4).double()
     torch.testing.assert_close(norm.unseen(norm.seen(weight)), weight)
+
+
+@pytest.mark.parametrize("form", ["stock", "per-layer"])
+@pytest.mark.parametrize("family", ["exaone4", "gemma2", "glm4", "gemma4_text-experts"])
+@torch.inference_mode()
+def test_branches_whose_norms_have_no_gain_at_all(
+    family: str, form: str, make_config: MakeConfig, save_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer that adds nothing, as one that is new in a deeper model; the result computes what the run has passed."""
+    model = build_model(**variants()[family])
+    for name, weight in model.model.layers[1].named_parameters():
+        if name.startswith("post_"):
+            torch.nn.init.constant_(weight, -1.0 if family == "gemma2" else 0.0)
+    config, last = make_config(save_model(model), form=form, sparsity=0.1), keep_last_states(monkeypatch)
+    compress(config)
+    result = load_model(Path(config.output), device=torch.device("cpu"), dtype=torch.float32)
+    assert_passes(result, "model.layers", config, last[0])
 
 
 def test_a_curvature_of_the_output_is_one_of_what_the_stream_sees() -> None:
