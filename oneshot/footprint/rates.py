@@ -4,15 +4,18 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from oneshot_kernels import cholesky_pivots_
 from oneshot_kernels.pivoted_qr.panels import WIDTH
+from torch.nn import functional
 
 from oneshot.linalg import products
 
 MATRIX = 1024  # columns of the matrices that are timed on a CPU; a device gets four times as many
 PIVOTED = 768
+HEADS, HEAD_DIM = 8, 64  # whose attention to as many tokens is timed on a CPU
 CAPTURE_SECONDS = 8e-3  # of the graph of a panel, captured anew for every Gram
 MOVED_BYTES = 256 * 2**20
 WARM_SECONDS = 0.05  # a device at rest has a low clock
@@ -25,6 +28,7 @@ class Rates:
     Attributes:
         stream, sums, energies, double: operations of products: in the forward passes, in Grams, in logits and the
             energies of errors, and in float64.
+        attention: operations of causal attention's products; None: as many as of the other products in a forward pass.
         pivoted: operations of pivoted Cholesky on a CPU.
         pivot_seconds: seconds of one pivot on a device, without updates of the whole Gram; None for a CPU.
         bandwidth, link: bytes that a device moves in its memory, and to or from pinned host memory.
@@ -34,6 +38,7 @@ class Rates:
     sums: float
     energies: float
     double: float
+    attention: float | None = None
     pivoted: float = math.inf
     pivot_seconds: float | None = None
     bandwidth: float = math.inf
@@ -69,7 +74,7 @@ def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
     if device.type == "cpu":
         single, small = product(torch.float32, products.product), gram(PIVOTED)
         pivoted = PIVOTED**3 / 3 / _seconds(lambda: cholesky_pivots_(small.clone(), rank=PIVOTED), device)
-        return Rates(product(dtype), single, single, product(torch.float64), pivoted)
+        return Rates(product(dtype), single, single, product(torch.float64), _attention(dtype), pivoted)
     _warm_up(device)
     large, moved = gram(size), torch.empty(MOVED_BYTES, dtype=torch.uint8, device=device)
     waiting = torch.empty(MOVED_BYTES, dtype=torch.uint8, pin_memory=True)
@@ -87,6 +92,13 @@ def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
         bandwidth=2 * MOVED_BYTES / _seconds(lambda: other.copy_(moved), device),
         link=MOVED_BYTES / _seconds(lambda: moved.copy_(waiting, non_blocking=True), device),
     )
+
+
+def _attention(dtype: torch.dtype) -> float:
+    """Return the rate of causal attention on a CPU, in 16 bits a fraction of the rate of other products."""
+    x = torch.ones(1, HEADS, MATRIX, HEAD_DIM, dtype=dtype)
+    attend = partial(functional.scaled_dot_product_attention, x, x, x, is_causal=True)
+    return 2 * HEADS * HEAD_DIM * MATRIX**2 / _seconds(attend, x.device)
 
 
 def _warm_up(device: torch.device) -> None:

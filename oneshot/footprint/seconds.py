@@ -274,10 +274,14 @@ def _low_rank(work: Work, rates: Rates) -> float:
 
 
 def operations_of_token(work: Work, rates: Rates) -> float:
-    """Return the operations of a token in a layer; of a device's experts, also as many as their copies take."""
+    """Return the operations of a token in a layer, at the rate of linears.
+
+    Attention's count as many as linears have in its time, and so do copies of a device's experts.
+    """
     shape = work.shape
     parameters = shape.layer_parameters() if shape.experts is None else shape.active_parameters()
-    operations = 2 * parameters + 2 * work.text.sequence_length * work.heads_width
+    slower = rates.stream / (rates.attention or rates.stream)
+    operations = 2 * parameters + 2 * work.text.sequence_length * work.heads_width * slower
     if shape.experts is None or not rates.on_device:
         return operations
     rows = shape.experts.per_token * (shape.hidden_size + shape.intermediate_size) * work.dtype.itemsize

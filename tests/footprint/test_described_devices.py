@@ -1,6 +1,7 @@
 """Predictions for cards that are not here: what fits, and how long it would take."""
 
 import sys
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,11 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from gpu_estimate import (
     CARDS,
+    CPU_RATES,
     FIRST_RUN,
     GIB,
     MIXTURE_RUNS,
+    RUNS,
     Described,
     described_work,
     estimate,
@@ -26,7 +29,7 @@ from harness import read_rows
 from oneshot.checkpoint import Model, identify
 from oneshot.errors import MemoryLimitError
 from oneshot.footprint.rates import CAPTURE_SECONDS, Rates
-from oneshot.footprint.seconds import predicted_phases
+from oneshot.footprint.seconds import operations_of_token, predicted_phases
 
 
 @cache
@@ -98,3 +101,14 @@ def test_pivots_cost_launches_and_bandwidth_and_not_cubes() -> None:
     assert 11008 / 768 < large / small < 4 * 11008 / 768
     cpu = Rates(1e11, 1e11, 1e11, 1e11, pivoted=1e10)
     assert cpu.pivots(1536, 1000) == pytest.approx(1536**3 / 3 / 1e10)
+
+
+def test_attention_has_its_own_rate() -> None:
+    """A tenth of the rate takes ten times as long."""
+    work, usual = described_work(described("7B"), None, RUNS["per-layer"])[1], CPU_RATES
+    slow = replace(usual, attention=usual.stream / 10)
+    attended = 2 * work.text.sequence_length * work.heads_width
+    assert operations_of_token(work, replace(usual, attention=usual.stream)) == operations_of_token(work, usual)
+    assert operations_of_token(work, slow) == pytest.approx(operations_of_token(work, usual) + 9 * attended)
+    seconds = [predicted_phases(work, rates)["curvature"]["forward"] for rates in (usual, slow)]
+    assert seconds[1] / seconds[0] == pytest.approx(operations_of_token(work, slow) / operations_of_token(work, usual))
