@@ -11,8 +11,8 @@ the Gram of what the linear reads. Its rows count by what they do:
 
 Where a norm follows the writer (`compression.branch_norm`), tokens and the writer's rows count as that norm lets them.
 
-Of few tokens `H` shrinks towards its diagonal, by the share of what different inputs have in common that is chance
-(`shrinkage_of`). In a profile it does not: prices of shrunk Grams were not measured.
+`H` shrinks towards its diagonal, because what different inputs have in common changes from text to text; of few tokens
+by the share that is chance (`shrinkage_of`). In a profile it does not: prices of shrunk Grams were not measured.
 
 With output curvature (`compression.curvature`) the rows of queries and keys, and of `o_proj`, count by a matrix `G`
 instead of `diag(w)`, and the columns of `down_proj` by their costs.
@@ -48,6 +48,7 @@ from oneshot.machine.transfer import as_like
 from oneshot.stream import Layer
 from oneshot.tensors import Tensors
 
+LEAST_SHRINKAGE = 0.2  # however many tokens there are: the model also reads other text
 FACTORS_EVERY = 8  # tokens of a batch; mean squares need fewer of them than a Gram does
 EIGEN_OPERATIONS = 48.0  # eigenvectors of n rows, and products with their roots, ÷ n³
 
@@ -89,7 +90,7 @@ def cost_of_rank(outputs: int, inputs: int) -> float:
 class Inputs:
     """The inputs of linears, by their `gram (n, n)`; linears with the same inputs share the root.
 
-    `shrinkage`: share of what different inputs have in common that is taken for chance. `of`: their name.
+    `shrinkage`: share of what different inputs have in common that does not count. `of`: their name.
     """
 
     gram: torch.Tensor
@@ -203,12 +204,13 @@ class RankAccumulator:
     ) -> dict[RankedKind, Ranked]:
         """Return the sublayer's linears with the sums of all workers; `curvature` is the layer's.
 
-        `shrinks`: whether Grams of few tokens shrink towards their diagonals.
+        `shrinks`: whether Grams shrink towards their diagonals.
         """
         tensors, branch_norm = self._tensors, self._branch_norm
 
         def inputs_of(sums: Statistics) -> Inputs:
-            return Inputs(sums.gram, shrinkage_of(len(sums.gram), sums.num_rows) if shrinks else 0.0)
+            chance = shrinkage_of(len(sums.gram), sums.num_rows)
+            return Inputs(sums.gram, max(LEAST_SHRINKAGE, chance) if shrinks else 0.0)
 
         inputs = inputs_of(self._inputs.finish(workers))
         gram = inputs.gram
