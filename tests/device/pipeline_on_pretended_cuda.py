@@ -239,7 +239,7 @@ def _tight(name: str, folder: Path) -> dict[str, int]:
         loose = predict(Config.of(str(folder / model), str(folder / "none"), **base))
     found = {"max_device_memory_bytes": loose.device_bytes - 1}
     if "max_memory_bytes" in changes:
-        found["max_memory_bytes"] = loose.host_bytes + 2**14
+        found["max_memory_bytes"] = loose.host_bytes + 2**16
     return found
 
 

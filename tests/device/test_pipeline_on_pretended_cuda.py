@@ -89,6 +89,11 @@ def test_devices_do_not_mix(name: str) -> None:
     assert measured()[name]["error"] == ""
 
 
+@pytest.mark.parametrize(("place", "store"), [("the host", "host"), ("disk", "disk")])
+def test_activations_are_where_bounds_put_them(place: str, store: str) -> None:
+    assert measured()[f"activations on {place}"]["store"] == store
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_peaks_are_below_the_prediction(name: str) -> None:
     row = measured()[name]
