@@ -162,7 +162,10 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "held-out damping": ("llama", {"damping": "auto"}),
     "own text": ("llama", {"calibration": "self", "num_sequences": 2, "sequence_length": 8}),
     "activations on the host": ("llama", {"max_device_memory_bytes": "host"}),
-    "activations on disk": ("llama", {"max_device_memory_bytes": "host", "max_memory_bytes": "disk"}),
+    "activations on disk": (
+        "llama",
+        {"max_device_memory_bytes": "host", "max_memory_bytes": "disk", "num_sequences": 256, "batch_size": 64},
+    ),
     "recipe flap": ("biased", {"recipe": "flap"}),
     "recipe tcsp, corrected": ("llama", {"recipe": "tcsp", "correction": "two-stream", "sparsity": 0.3}),
     "recipe group-pca": ("llama", {"recipe": "group-pca", "shared_weight": 0.1}),
@@ -239,7 +242,7 @@ def _tight(name: str, folder: Path) -> dict[str, int]:
         loose = predict(Config.of(str(folder / model), str(folder / "none"), **base))
     found = {"max_device_memory_bytes": loose.device_bytes - 1}
     if "max_memory_bytes" in changes:
-        found["max_memory_bytes"] = loose.host_bytes + 2**16
+        found["max_memory_bytes"] = loose.host_bytes + 3 * 2**17  # half of the activations
     return found
 
 
