@@ -46,12 +46,15 @@ def reason_against_form(engine: Engine | None, form: Form, model: Model) -> str 
     if engine is None:
         return None
     name, model_type, forms = ENGINES[engine], model.family.model_type, FORMS_OPENED[engine]
-    others = [form_of(one, model.family) for one in forms if form.name not in forms]
-    held = [one for one in others if one.grid(model).refusal is None]
-    if opened := [one.name for one in held if reason_against_form(engine, one, model) is None]:
+    no_class = f"{name} has no class for {model_type}; leave engine={engine} out of --serve."
+    if form.name not in forms:
+        held = [one for one in (form_of(other, model.family) for other in forms) if one.grid(model).refusal is None]
+        opened = [one.name for one in held if reason_against_form(engine, one, model) is None]
+        if not opened:
+            return no_class
         return f"{name} does not open --form {form.name}; give --form {' or '.join(opened)}, or leave --form out."
-    if form.name not in forms or (form.name == "stock" and model_type in NO_CLASS.get(engine, ())):
-        return f"{name} has no class for {model_type}; leave engine={engine} out of --serve."
+    if form.name == "stock" and model_type in NO_CLASS.get(engine, ()):
+        return no_class
     in_plugin = not isinstance(form, ResizedForm) or stock_classes(model.checkpoint.config)[1].__name__ in IN_PLUGIN
     if isinstance(form, EncoderForm) or not in_plugin:
         return f"{name} does not open the per-layer form of {model_type}; give --form stock."

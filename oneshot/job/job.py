@@ -199,12 +199,11 @@ class Job:
             )
         if not schedule.plans_by_profile:
             if config.target.max_loss is not None:
-                out = "--form, --recipe and choices of the method"
-                if not plans_by_profile(config, run.model):
-                    out = f"engine={config.target.serving.engine} of --serve, {out}"
-                remedy = f"leave out {out}, or ask for a size"
-                if not plans_by_profile(config, run.model, served=False):
-                    remedy = "ask for a size"
+                remedy = "ask for a size"
+                if plans_by_profile(config, run.model, served=False):
+                    is_hindered = not plans_by_profile(config, run.model)
+                    engine = f"engine={config.target.serving.engine} of --serve, " if is_hindered else ""
+                    remedy = f"leave out {engine}--form, --recipe and choices of the method, or {remedy}"
                 raise ConfigError(f"--max-loss is planned by a profile, and this run makes none; {remedy}.")
             if config.target.finds_share:
                 raise ConfigError(

@@ -44,10 +44,10 @@ def find_kept(patterns: Sequence[str], family: Description, shape: ModelShape) -
         matched = {name for name in set().union(tables, *parts.values()) if _matches(pattern, name)}
         if not matched:
             example = next(iter(sorted(parts[next(iter(parts))])))
-            patterns = [f"{_end(family.layer_prefix(0).removesuffix('.'), 2)}.*", *_modules_of(family, parts)]
+            advised = [f"{_end(family.layer_prefix(0).removesuffix('.'), 2)}.*", *_modules_of(family, parts)]
             raise ConfigError(
                 f"--keep {pattern} matches no linear of a layer and no table, which are called as {example} is; give a "
-                f"pattern such as {', '.join(patterns)} or {_end(min(tables), 1)}."
+                f"pattern such as {', '.join(advised)} or {_end(min(tables), 1)}."
             )
         found |= matched
     # 3. The sublayers whose linears all match
@@ -87,15 +87,12 @@ def _modules_of(family: Description, parts: Mapping[Part, set[str]]) -> list[str
     """Return patterns for the modules of the first layer that hold a whole sublayer, and so in all layers."""
     layer = family.layer_prefix(0)
     inside = {_around(names) for (number, _), names in parts.items() if number == 0 and f"{_around(names)}." != layer}
+
+    def divides(pattern: str, names: set[str]) -> bool:
+        return len({_matches(pattern, name) for name in names}) > 1
+
     patterns = [f"*.{module.removeprefix(layer)}.*" for module in sorted(inside)]
-    whole = ((pattern, {_matches_all(pattern, names) for names in parts.values()}) for pattern in patterns)
-    return [pattern for pattern, found in whole if None not in found]
-
-
-def _matches_all(pattern: str, names: Collection[str]) -> bool | None:
-    """Return whether a pattern is for all names, or for no one; None for some."""
-    found = {_matches(pattern, name) for name in names}
-    return None if len(found) > 1 else found.pop()
+    return [pattern for pattern in patterns if not any(divides(pattern, names) for names in parts.values())]
 
 
 def _around(names: Collection[str]) -> str:
@@ -105,6 +102,7 @@ def _around(names: Collection[str]) -> str:
 
 
 def _end(name: str, steps: int) -> str:
+    """Return the last steps of a module's name."""
     return ".".join(name.split(".")[-steps:])
 
 

@@ -172,7 +172,7 @@ def test_activations_that_overflow(
 def test_gradients_that_overflow_though_activations_do_not(
     own_checkpoint: MakeCheckpoint, text_file: Path, output: Path, fails: Fails
 ) -> None:
-    """What the sentence advises makes a result."""
+    """The advice of the sentence gives a result."""
     folder = own_checkpoint()
     tensors = load_file(folder / SINGLE_NAME)
     for name in ("q_proj", "k_proj"):

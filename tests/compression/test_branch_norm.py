@@ -67,9 +67,10 @@ def test_branches_whose_norms_have_no_gain_at_all(
 ) -> None:
     """A layer that adds nothing, as one that is new in a deeper model; the result computes what the run has passed."""
     model = build_model(**variants()[family])
+    norms = [one.inside for one in FAMILIES[model.config.model_type].stack.sublayers if one.inside is not None]
     for name, weight in model.model.layers[1].named_parameters():
         if name.startswith("post_"):
-            torch.nn.init.constant_(weight, -1.0 if family == "gemma2" else 0.0)
+            torch.nn.init.constant_(weight, -norms[0].offset)
     config, last = make_config(save_model(model), form=form, sparsity=0.1), keep_last_states(monkeypatch)
     compress(config)
     result = load_model(Path(config.output), device=torch.device("cpu"), dtype=torch.float32)

@@ -134,7 +134,7 @@ def test_what_a_low_rank_reads_through_is_fitted_to_its_rounded_columns(
 
 
 def test_the_error_of_a_low_rank_is_known_where_inputs_have_a_large_mean() -> None:
-    """What eight bits lose there is a millionth of the outputs' energy, and factors are float32."""
+    """Eight bits lose a millionth of the outputs' energy there, and factors are float32."""
     inputs = torch.randn(TOKENS, 64, dtype=torch.float64) + 20 * torch.randn(64, dtype=torch.float64)
     factored = Factored(torch.randn(80, 16), torch.randn(16, 64))
     whole = factored.outputs.double() @ factored.inputs.double()

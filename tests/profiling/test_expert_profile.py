@@ -102,6 +102,7 @@ def test_a_layer_without_experts_has_no_curve_and_stays(
     assert [bool(row.any()) for row in found.ffn_errors] == [True, False, True]
     for values in (found.ffn_sensitivity, found.rank_errors.sum((1, 2))):
         assert [value > 0 for value in values.tolist()] == [True, False, True]
+    assert (found.stream_sensitivity > 0).all(), "a layer without experts has its neighbours' price of an error"
     assert (found.ffn_divergence > 0).all()
     layers = compress(replace(config, output=str(tmp_path / "out"), profile=str(tmp_path / "profile"))).plan["layers"]
     assert layers[1]["intermediate_size"] == WIDTH
