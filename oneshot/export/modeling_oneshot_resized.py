@@ -142,6 +142,23 @@ def _resized(stock: Any) -> type:
             super().initialize_weights()
             self._init_weights(self.base_model)
 
+        @classmethod
+        def _can_set_experts_implementation(cls) -> bool:
+            """Return what holds of the stock class: transformers looks it up in the file of a class, which is this one.
+
+            Otherwise experts are computed one after the other.
+            """
+            can_set: bool = stock._can_set_experts_implementation()
+            return can_set
+
+        def set_experts_implementation(self, experts_implementation: Any) -> None:
+            """Also tell the experts: every layer has a config of its own for them (`resize_layer_`)."""
+            super().set_experts_implementation(experts_implementation)
+            for module in self.modules():
+                own: Any = getattr(module, "config", None)
+                if isinstance(own, type(self.config)):
+                    own._experts_implementation_internal = self.config._experts_implementation
+
         def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
             """Return transformers' manager. Raises `ValueError` if layers have other heads than the config."""
             refuse_pages(not own_heads(self.config))

@@ -96,6 +96,30 @@ def test_a_result_computes_what_the_stream_passed(
     assert_cache_changes_nothing(result, 6, input_ids=torch.arange(3, 8).unsqueeze(0))
 
 
+@pytest.mark.parametrize("name", ["granitemoe", "gemma4_text-experts"])
+def test_experts_are_computed_as_in_the_stock_class(
+    name: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also what is set later reaches the experts of all layers, as `generate` does on a GPU."""
+    folder = make_checkpoint(**RESIZED[name])
+    config = make_config(folder, form="per-layer", embedding="none", sparsity=0.15)
+    compress(config)
+    dense = AutoModelForCausalLM.from_pretrained(folder)
+    # where only the result is opened, transformers has not looked at the stock class yet
+    monkeypatch.delattr(type(dense), "_can_set_experts_implementation_cached_value", raising=False)
+    result = load(Path(config.output))
+
+    def chosen(model: Any) -> list[str]:
+        return [one.config._experts_implementation for one in model.modules() if type(one).__name__.endswith("Experts")]
+
+    assert chosen(result) == chosen(dense) != []
+    for choice in ("batched_mm", "eager"):
+        result.set_experts_implementation(choice)
+        assert set(chosen(result)) == {choice}
+    result.set_experts_implementation({"": "grouped_mm"})
+    assert set(chosen(result)) == {"grouped_mm"}
+
+
 @pytest.mark.parametrize("name", ["gemma3_text", "falcon", "falcon_h1", "lfm2", "deepseek_v3"])
 @torch.inference_mode()
 def test_nothing_removed_is_the_input(name: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
