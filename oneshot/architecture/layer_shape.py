@@ -170,3 +170,7 @@ class TableShape:
     def parameters(self, width: int) -> int:
         """Return the stored parameters of the range of an embedding of this width."""
         return self.rows * self.rank + ((width - self.rank) * self.rank + width if self.rank < width else 0)
+
+    def active_parameters(self, width: int) -> int:
+        """Return the parameters that a token passes: of the output head, and of the matrix once more in the input."""
+        return self.rows * self.rank + 2 * (width - self.rank) * self.rank

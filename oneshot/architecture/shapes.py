@@ -86,6 +86,8 @@ class StackShape:
         head = (
             self.vocab_size * (self.table_width or self.final_size) if self.head == "own" else self._table_parameters()
         )
+        if self.embedding:
+            head = sum(table.active_parameters(self.embedding_size) for table in self.embedding)
         if self.head == "none":
             head = 0
         return 2 * (linears + head + mapped * self.embedding_size * (self.output_size or self.final_size))
@@ -106,9 +108,13 @@ class StackShape:
         return sum(table.parameters(self.embedding_size) for table in self.embedding)
 
     def kv_bytes_per_token(self, bytes_per_value: int = 2) -> int:
-        """Return the bytes that one token takes in the KV cache (by default of 16-bit values); 0 without a cache."""
+        """Return the bytes that one token takes in the KV cache (by default of 16-bit values); 0 without a cache.
+
+        In an encoder–decoder that is one token of the source and one of the target.
+        """
         cached = [layer for layer in self.layers if layer.cross_attention or not self.is_encoder_decoder]
-        return self.causal * sum(layer.key_value_size() for layer in cached) * bytes_per_value
+        keeps = self.causal or self.is_encoder_decoder
+        return keeps * sum(layer.key_value_size() for layer in cached) * bytes_per_value
 
 
 @dataclass(frozen=True)

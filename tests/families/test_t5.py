@@ -263,6 +263,14 @@ def test_nothing_removed_gives_the_same_bits(
     assert torch.equal(load(config.output)(**batch).logits, stock(**batch).logits)
 
 
+def cached_numbers(model: Any, length: int) -> int:
+    """Return the numbers in the cache after so many tokens of a source and of a target."""
+    ids = torch.arange(3, 3 + length).unsqueeze(0)
+    cache = model(input_ids=ids, decoder_input_ids=ids).past_key_values
+    both = cache.self_attention_cache, cache.cross_attention_cache
+    return sum(layer.keys.numel() + layer.values.numel() for part in both for layer in part.layers)
+
+
 @torch.inference_mode()
 @pytest.mark.parametrize(
     ("variant", "with_targets"), [(variant, variant[0] == variant[1]) for variant in VARIANTS], ids=str
@@ -287,6 +295,7 @@ def test_fewer_neurons_load_and_generate(
         assert 0 < layer.sublayers[0].predicted_error < 1.2
     batch = {name: ids for name, ids in padded_batch().items() if not name.startswith("decoder")}
     assert_cache_changes_nothing(result, 8, **batch)
+    assert report.kv_bytes_per_token["compressed"] == 2 * (cached_numbers(result, 6) - cached_numbers(result, 5))
     assert "T5ForConditionalGeneration.from_pretrained" in (Path(config.output) / "README.md").read_text()
 
 
