@@ -17,7 +17,7 @@ NEUTRAL = ("Transformer", "Pooling", "Normalize")  # what llama.cpp also does, o
 def pooling_of(folder: Path) -> str | None:
     """Return the kind of pooling that a folder of sentence-transformers states, such as `mean`; None for other folders.
 
-    Raises `CheckpointError` for files that cannot be read, and for modules or kinds that a GGUF file cannot state.
+    Raises `CheckpointError` for files that cannot be read, and for other modules or kinds than these.
     """
     if not (folder / MODULES).exists():
         return None
@@ -27,7 +27,7 @@ def pooling_of(folder: Path) -> str | None:
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"{path} is not a list of modules ({cause(error)}); download it again.") from error
     if (further := sorted(modules.keys() - set(NEUTRAL))) != []:
-        raise CheckpointError(f"{path} has the module {further[0][:100]}, which a GGUF file cannot state.")
+        raise CheckpointError(f"{path} has the module {further[0][:100]}; only {', '.join(NEUTRAL)} are known here.")
     if "Pooling" not in modules:
         return None
     place = stored_file(folder, f"{modules['Pooling']}/config.json")
@@ -36,7 +36,7 @@ def pooling_of(folder: Path) -> str | None:
     kinds = kinds or [str(stated.get("pooling_mode"))]
     found = next((name for name, flag in FLAGS.items() if kinds in ([flag], [name])), None)
     if found is None:
-        raise CheckpointError(f"{place} states {' and '.join(kinds)[:100]}, which a GGUF file cannot state.")
+        raise CheckpointError(f"{place} states {' and '.join(kinds)[:100]}; only {', '.join(FLAGS)} are known here.")
     return found
 
 

@@ -6,12 +6,12 @@ from typing import Any
 import torch
 
 from oneshot.architecture import StackShape
-from oneshot.checkpoint import Checkpoint, identify
+from oneshot.checkpoint import Checkpoint
 from oneshot.errors import CalibrationError
 from oneshot.evaluation.comparison import Evaluation, TextRecord
 from oneshot.evaluation.examples import Examples, Reading, examples_record
 from oneshot.evaluation.kinds import EXAMPLES, Kind, load_as
-from oneshot.evaluation.models import refuse_other_tokenizers
+from oneshot.evaluation.models import refuse_other_tokenizers, sizes_of
 from oneshot.export import stated_shape
 from oneshot.families import FAMILIES
 from oneshot.text import load_tokenizer
@@ -41,7 +41,8 @@ def evaluate_examples(
     Raises `CheckpointError` and `CalibrationError`.
     """
     tokenizer = load_tokenizer(checkpoints[0].folder)
-    reading = Reading(tokenizer, _longest(checkpoints, tokenizer, longest), limit, checkpoints[0].config)
+    first = checkpoints[0]
+    reading = Reading(tokenizer, _longest(checkpoints, tokenizer, longest), limit, first.config, first.folder)
     examples = {source: EXAMPLES[kind].read(source, reading) for source in sources}
     tokens = (token for read in examples.values() for token in read.tokens)
     refuse_other_tokenizers(names, checkpoints, tokenizer, tokens)
@@ -88,15 +89,17 @@ def _predictions(
 
 def _longest(checkpoints: Sequence[Checkpoint], tokenizer: Any, longest: int) -> int:
     """Return the tokens that an example may have: what is asked for, the tokenizer's limit, or the positions."""
-    positions = [checkpoint.config.get("max_position_embeddings") for checkpoint in checkpoints]
-    return min(longest, tokenizer.model_max_length, *(limit for limit in positions if isinstance(limit, int)))
+    stated = [checkpoint.config.get("max_position_embeddings") for checkpoint in checkpoints]
+    learned = [_sizes(checkpoint)[1] for checkpoint in checkpoints]  # RoBERTa's config also states rows that are unused
+    limits = [limit for limit in (*stated, *learned) if isinstance(limit, int) and limit > 0]
+    return min(longest, tokenizer.model_max_length, *limits)
 
 
 def _evaluation(
     name: str, checkpoint: Checkpoint, measures: dict[str, dict[str, float]], records: dict[str, TextRecord]
 ) -> Evaluation:
     """Return the record of a checkpoint; sizes of layers only if its family is known."""
-    shape = _shape(checkpoint)
+    shape, _ = _sizes(checkpoint)
     return Evaluation(
         checkpoint=name,
         stored_parameters=checkpoint.num_parameters,
@@ -111,8 +114,8 @@ def _evaluation(
     )
 
 
-def _shape(checkpoint: Checkpoint) -> StackShape | None:
-    stated = stated_shape(checkpoint.config)
-    if stated is None and checkpoint.config.get("model_type") in FAMILIES:
-        stated = identify(checkpoint).shape.stack()
-    return stated
+def _sizes(checkpoint: Checkpoint) -> tuple[StackShape | None, int]:
+    """Return `sizes_of` the checkpoint; None and 0 if its family is not known."""
+    if stated_shape(checkpoint.config) is None and checkpoint.config.get("model_type") not in FAMILIES:
+        return None, 0
+    return sizes_of(checkpoint)

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 
 from oneshot.architecture import StackShape
-from oneshot.checkpoint import Checkpoint, identify
+from oneshot.checkpoint import Checkpoint
 from oneshot.errors import CalibrationError, ConfigError
 from oneshot.evaluation.comparison import Evaluation, TextRecord, text_record
-from oneshot.evaluation.models import load_model, measure_latency, refuse_other_tokenizers
+from oneshot.evaluation.models import load_model, measure_latency, refuse_other_tokenizers, sizes_of
 from oneshot.evaluation.scoring import TextScore, relative_score, score_windows
 from oneshot.evaluation.tasks import load_documents, run_tasks, task_manager
-from oneshot.export import stated_shape
 from oneshot.report.display import tell_file
 from oneshot.tasks import expanded
 from oneshot.text import (
@@ -77,7 +76,7 @@ def evaluate_windows(
     if tasks:  # a wrong name is refused before hours of scoring
         manager = task_manager(tasks, include_path)
         load_documents(tasks, manager)
-    sizes = [_sizes(checkpoint) for checkpoint in checkpoints]
+    sizes = [sizes_of(checkpoint) for checkpoint in checkpoints]
     shapes, positions = [shape for shape, _ in sizes], [most for _, most in sizes]
     if not texts and not tasks:
         logger.warning("No --text is given: the models read the text %s. Your own text says more.", BUILTIN)
@@ -194,15 +193,3 @@ def _beside(result: Evaluation, baseline: Evaluation) -> Evaluation:
     """Return the result with its score relative to the baseline."""
     score, _, worst_ratio = relative_score(result.perplexity, baseline.perplexity)
     return replace(result, score=score, worst_ratio=worst_ratio)
-
-
-def _sizes(checkpoint: Checkpoint) -> tuple[StackShape, int]:
-    """Return the sizes of a checkpoint, and how many learned positions its tokens may have; 0 without a table of them.
-
-    A checkpoint with layers of different sizes states them itself. The table of a stock model may have unused rows.
-    """
-    stated = stated_shape(checkpoint.config)
-    if stated is not None:
-        return stated, stated.num_positions
-    shape = identify(checkpoint).shape
-    return shape.stack(), shape.num_positions

@@ -5,6 +5,7 @@ import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,13 +22,15 @@ class Reading:
 
     Attributes:
         tokenizer: the models' tokenizer. longest: most tokens of an example; the rest is cut.
-        limit: at most so many rows of each source; None for all. config: the config.json of the first model.
+        limit: at most so many rows of each source; None for all.
+        config, folder: the config.json of the first model, and where it lies.
     """
 
     tokenizer: Any
     longest: int
     limit: int | None
     config: Mapping[str, Any]
+    folder: Path
 
     def encode(self, text: str, pair: str | None, source: str) -> tuple[list[int], list[int]]:
         """Return the tokens of a text or a pair, cut to `longest`, and which text each is of.

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from oneshot.checkpoint import Checkpoint, load_whole
+from oneshot.architecture import StackShape
+from oneshot.checkpoint import Checkpoint, identify, load_whole
 from oneshot.errors import CalibrationError
-from oneshot.export import model_classes, renamed_ranks
+from oneshot.export import model_classes, renamed_ranks, stated_shape
 from oneshot.report.display import progress_bar
 from oneshot.text import holds_tokenizer, load_tokenizer
 
@@ -106,3 +107,15 @@ def refuse_other_tokenizers(
                 f"The tokenizers of {names[0]} and {name} differ, so the same numbers are "
                 "other texts to the two models; compare models of one tokenizer, or evaluate each alone."
             )
+
+
+def sizes_of(checkpoint: Checkpoint) -> tuple[StackShape, int]:
+    """Return the sizes of a checkpoint, and how many learned positions its tokens may have; 0 without a table of them.
+
+    A checkpoint with layers of different sizes states them itself. The table of a stock model may have unused rows.
+    """
+    stated = stated_shape(checkpoint.config)
+    if stated is not None:
+        return stated, stated.num_positions
+    shape = identify(checkpoint).shape
+    return shape.stack(), shape.num_positions

@@ -1,14 +1,19 @@
 """Sentence encoders: cosine to the baseline's embeddings, and retrieval of passages by questions."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from oneshot.errors import CalibrationError
+from oneshot.checkpoint.pooling import pooling_of
+from oneshot.errors import CalibrationError, CheckpointError
 from oneshot.evaluation.examples import Examples, Inputs, Reading, text_of
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -17,11 +22,13 @@ class Retrieval(Examples):
 
     Attributes:
         questions, passages: passages are distinct. own: the place of each question's passage, int64 `(questions,)`.
+        pooling: what an embedding is made of (`embed`), as the first model's folder states it.
     """
 
     questions: Inputs
     passages: Inputs
     own: torch.Tensor
+    pooling: str
 
     @classmethod
     def read(cls, source: str, reading: Reading) -> "Retrieval":
@@ -34,7 +41,8 @@ class Retrieval(Examples):
         def encoded(texts: Sequence[str]) -> Inputs:
             return Inputs.of([reading.encode(text, None, source) for text in texts])
 
-        return cls(encoded(questions), encoded(distinct), torch.tensor([place_of[passage] for passage in passages]))
+        own = torch.tensor([place_of[passage] for passage in passages])
+        return cls(encoded(questions), encoded(distinct), own, _pooling(reading.folder))
 
     @property
     def tokens(self) -> list[int]:
@@ -46,7 +54,7 @@ class Retrieval(Examples):
 
     def predict(self, model: Any, batch_size: int) -> torch.Tensor:
         """Return embeddings of length 1, of the questions and then of the passages: `(questions + passages, D)`."""
-        return torch.cat([embed(model, inputs, batch_size) for inputs in (self.questions, self.passages)])
+        return torch.cat([embed(model, inputs, batch_size, self.pooling) for inputs in (self.questions, self.passages)])
 
     def numbers(self, embeddings: torch.Tensor, dense: torch.Tensor | None) -> dict[str, float]:
         """Return retrieval and, beside a baseline, agreement, neighbours and mean cosine.
@@ -80,15 +88,28 @@ class Retrieval(Examples):
         return (questions @ questions.T).fill_diagonal_(-torch.inf).argmax(-1)
 
 
-def embed(model: Any, inputs: Inputs, batch_size: int) -> torch.Tensor:
-    """Return the mean of an encoder's last hidden states over the tokens of each example, scaled to length 1.
+def _pooling(folder: Path) -> str:
+    """Return what `embed` makes embeddings of: what the files of sentence-transformers state, or else the mean."""
+    try:
+        return pooling_of(folder) or "mean"
+    except CheckpointError as error:
+        logger.warning("The embeddings are means over tokens, because %s", error)
+        return "mean"
 
-    float64 `(examples, D)`, on the CPU.
+
+def embed(model: Any, inputs: Inputs, batch_size: int, pooling: str) -> torch.Tensor:
+    """Return the embedding of each example, scaled to length 1: float64 `(examples, D)`, on the CPU.
+
+    `pooling`: of the last hidden states, `mean` over the tokens, or the first (`cls`) or the last one (`lasttoken`).
     """
     rows: dict[int, torch.Tensor] = {}
     for places, arguments in inputs.batches(model, batch_size):
         states = model(**arguments).last_hidden_state.double()
-        weights = arguments["attention_mask"].unsqueeze(-1).double()
-        means = (states * weights).sum(1) / weights.sum(1)
-        rows |= dict(zip(places, nn.functional.normalize(means, dim=-1).cpu(), strict=True))
+        mask = arguments["attention_mask"]
+        if pooling == "mean":
+            pooled = (states * mask.unsqueeze(-1)).sum(1)  # of any length, as only its direction counts
+        else:
+            token = mask.sum(1) - 1 if pooling == "lasttoken" else torch.zeros_like(mask[:, 0])
+            pooled = states[torch.arange(len(states), device=states.device), token]
+        rows |= dict(zip(places, nn.functional.normalize(pooled, dim=-1).cpu(), strict=True))
     return torch.stack([rows[place] for place in range(len(inputs))])

@@ -14,6 +14,7 @@ import torch
 from factories import build_model, topics
 from scipy.special import log_softmax, rel_entr
 
+from oneshot.checkpoint.pooling import write_pooling
 from oneshot.cli.evaluate import main
 from oneshot.config import Config
 from oneshot.errors import OneshotError
@@ -158,7 +159,7 @@ def test_masked_tokens(batch_size: int, save: Callable[[Any], Path], write: Writ
     source = write([{"text": text} for text in TEXTS])
     got, dense = measures(folders, source, batch_size=batch_size)
     tokenizer = load_tokenizer(folders[0])
-    examples = MaskedTokens.read(source, Reading(tokenizer, 64, None, {}))
+    examples = MaskedTokens.read(source, Reading(tokenizer, 64, None, {}, Path()))
     whole = tokenizer(TEXTS, truncation=True, max_length=64, return_overflowing_tokens=True)["input_ids"]
     assert len(whole) > len(TEXTS)
     sums, best = np.zeros(2), [[], []]  # type: ignore[var-annotated]
@@ -187,18 +188,31 @@ def test_masked_tokens(batch_size: int, save: Callable[[Any], Path], write: Writ
 
 
 @pytest.mark.parametrize("batch_size", [1, 5])
-@pytest.mark.parametrize(("family", "name"), [("bert", "BertModel"), ("distilbert", "DistilBertModel")])
-def test_retrieval(family: str, name: str, batch_size: int, save: Callable[[Any], Path], write: Write) -> None:
-    """Two questions share a passage: either one's passage is right for both."""
+@pytest.mark.parametrize(
+    ("family", "name", "pooling"),
+    [
+        ("bert", "BertModel", None),
+        ("distilbert", "DistilBertModel", "mean"),
+        ("bert", "BertModel", "cls"),
+        ("qwen3", "Qwen3Model", "lasttoken"),
+    ],
+)
+def test_retrieval(
+    family: str, name: str, pooling: str | None, batch_size: int, save: Callable[[Any], Path], write: Write
+) -> None:
+    """Two questions share a passage: either one's passage is right for both. States are pooled as the files say."""
     folders = two_models(save, family, name)
+    if pooling is not None:
+        write_pooling(folders[0], pooling, 32)
     rows = [{"question": text[:30], "passage": text} for text in TEXTS]
     rows.append({"question": "And what else is there?", "passage": TEXTS[3]})
     got, dense = measures(folders, write(rows), batch_size=batch_size)
     tokenizer = load_tokenizer(folders[0])
 
     def embeddings(model: Any, column: str) -> Any:
-        means = [ask(model, tokenizer, row[column]).last_hidden_state[0].double().numpy().mean(0) for row in rows]
-        return np.stack([mean / np.linalg.norm(mean) for mean in means])
+        states = [ask(model, tokenizer, row[column]).last_hidden_state[0].double().numpy() for row in rows]
+        pooled = [{"cls": one[0], "lasttoken": one[-1]}.get(str(pooling), one.mean(0)) for one in states]
+        return np.stack([one / np.linalg.norm(one) for one in pooled])
 
     questions, passages = (
         [embeddings(model, column) for model in stock(folders, "AutoModel")] for column in ("question", "passage")
@@ -270,7 +284,7 @@ def test_text_to_text(gated: bool, tied: bool, batch_size: int, save: Callable[[
     assert got["token agreement"] == pytest.approx(np.mean(np.equal(best[0], best[1])))
     same = np.mean([one == other for one, other in zip(*written, strict=True)])
     assert got["agreement"] == pytest.approx(same)
-    examples = Generation.read(source, Reading(tokenizer, 512, None, models[0].config.to_dict()))
+    examples = Generation.read(source, Reading(tokenizer, 512, None, models[0].config.to_dict(), folders[0]))
     with torch.inference_mode():
         assert examples.predict(models[0], batch_size).written == written[0]
 
@@ -279,7 +293,7 @@ def test_exact_match_ignores_start_end_and_padding(write: Write, save: Callable[
     model = tiny_t5(gated=False, tied=True)
     tokenizer = load_tokenizer(save(model))
     source = write([{"text": "a", "target": "yes"}, {"text": "b", "target": "no"}])
-    examples = Generation.read(source, Reading(tokenizer, 512, None, model.config.to_dict()))
+    examples = Generation.read(source, Reading(tokenizer, 512, None, model.config.to_dict(), Path()))
     right = [[token for token in target if token not in (0, 2)] for target in examples.targets]
     tokens = torch.tensor([token for target in examples.targets for token in target])
     prediction = TargetPrediction(torch.ones(len(tokens)), tokens, [right[0], [*right[1], 77]])
@@ -333,10 +347,33 @@ def test_question_answering(save: Callable[[Any], Path], write: Write) -> None:
             found[number].append(max(scored, key=lambda pair: pair[0])[1])
     assert windows > len(rows)
     with torch.inference_mode():
-        examples = Answers.read(source, Reading(tokenizer, 64, None, {}))
+        examples = Answers.read(source, Reading(tokenizer, 64, None, {}, Path()))
         assert examples.predict(stock(folders[:1], "AutoModelForQuestionAnswering")[0], 5) == found[0]
     assert got["agreement"] == pytest.approx(np.mean([one == other for one, other in zip(*found, strict=True)]))
     assert examples.numbers(found[1], None) == pytest.approx(dense)
+
+
+def test_other_poolings_are_told(save: Callable[[Any], Path], write: Write, caplog: pytest.LogCaptureFixture) -> None:
+    folders = two_models(save, "bert", "BertModel")
+    source = write([{"question": text[:30], "passage": text} for text in TEXTS])
+    expected = measures(folders, source)
+    write_pooling(folders[0], "cls", 32)
+    (folders[0] / "1_Pooling" / "config.json").write_text('{"pooling_mode": "max"}')
+    assert measures(folders, source) == expected
+    assert "The embeddings are means over tokens, because" in caplog.text
+    assert "states max; only mean, cls, lasttoken are known here." in caplog.text
+
+
+@pytest.mark.parametrize(("family", "name"), [("roberta", "Roberta"), ("camembert", "Camembert")])
+def test_texts_are_cut_to_the_rows_of_positions_that_tokens_have(
+    family: str, name: str, save: Callable[[Any], Path], write: Write
+) -> None:
+    """The config of RoBERTa's kind states two rows more, which padding has; the tokenizer here has no limit."""
+    folder = save(build_model(family, model_class=f"{name}ForSequenceClassification", groups=4))
+    source = write([{"text": topics(0, 3), "label": 1}])
+    found, cut = (evaluate([str(folder)], [source], sequence_length=most, **OPTIONS)[0] for most in (1024, 62))
+    assert found.texts[source].tokens == 62
+    assert found == cut
 
 
 def test_squad_scores() -> None:
