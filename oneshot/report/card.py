@@ -176,9 +176,16 @@ def markdown_table(headings: list[str], rows: list[list[str]]) -> str:
 
 def _stored_as(report: Report) -> str:
     """Return the dtype of the stored weights in words."""
+    if has_own_types(report):
+        return "in a quantised type of its own for every matrix (`tensor-types.txt`)"
     save_dtype = report.config["save_dtype"]
     dtype = "in the original's dtype" if save_dtype == "keep" else f"as `{save_dtype}`"
     return dtype if (rounded := quantised_as(report)) is None else f"{dtype}, and {rounded}"
+
+
+def has_own_types(report: Report) -> bool:
+    """Return whether every matrix of a GGUF file has a type of its own."""
+    return bool(report.config.get("bits") or report.config["target"].get("gguf_bytes"))
 
 
 def quantised_as(report: Report) -> str | None:

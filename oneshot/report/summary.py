@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Collection
 
 from oneshot.errors import printable
-from oneshot.report.card import PAGE_NAME, quantised_as
+from oneshot.report.card import PAGE_NAME, has_own_types, quantised_as
 from oneshot.report.records import Check, Report
 from oneshot.report.terminal import WIDTH
 from oneshot.report.words import NOTHING, OPENED, amount, by_kind, duration, gibibytes, size, verdict
@@ -44,7 +44,7 @@ def summary(
     if before is not None and after is not None:
         dtype = str(report.config["save_dtype"])
         stored_as = "" if dtype == "keep" else f", stored as {dtype}"  # a quantised input may be the smaller file
-        own_types = bool(report.config.get("bits") or report.config["target"].get("gguf_bytes"))
+        own_types = has_own_types(report)
         stored_as = ", every matrix in a type of its own" if own_types else stored_as
         rounded = quantised_as(report)
         stored_as = stored_as if rounded is None else f", {rounded}"

@@ -78,6 +78,8 @@ def test_a_file_of_a_size(make_checkpoint: MakeCheckpoint, make_config: MakeConf
     told = summary(report, weights=(200_000, 90_000), check=None, source="a model")
     assert "every matrix in a type of its own" in " ".join(told.split())
     assert "same dtype" not in told
+    card = (Path(config.output) / "README.md").read_text()
+    assert f"Weights are stored in a quantised type of its own for every matrix (`{TYPES_NAME}`)" in card
     size = (Path(config.output) / "model.gguf").stat().st_size
     assert 80_000 < size <= 90_000
     with pytest.raises(PlanError, match="smallest types of this model"):
