@@ -205,21 +205,36 @@ def _pieces(document: Document | None, pair: str | None, seed: int | None) -> li
 def _reader(
     rows: Sequence[Row], columns: Sequence[str], source: str, second: str, render: ChatRenderer | None
 ) -> Callable[[Row], Pair]:
-    """Return the function that reads document and second text of a row: from the named columns, else those it finds.
+    """Return the function that reads document and second text of a row: from the named columns, else what it has.
 
-    Those are a column of text, a conversation, or tokens.
+    That is `text`, a conversation, or tokens, so that a file may hold several of them; or the only column of text. The
+    function raises `CalibrationError` for a row without any.
     """
     names = list(dict.fromkeys(name for row in rows for name in row))  # in the order of the file
     if columns:
         return _column_reader(names, columns, source, second, render)
-    chat = None if "text" in names or render is None else chat_column(names)
-    if chat is not None and render is not None:
-        turns, chats = chat, render
-        return lambda row: (_conversation(turns_of(row, turns), row, source, chats), None)
-    if TOKENS in names and "text" not in names:
-        return _token_reader(source, render)
-    column = _text_column(rows, names, source)
-    return lambda row: (_checked(row.get(column), source), _checked(row.get(second), source))
+    has_chats = render is not None and chat_column(names) is not None
+    tokens = _token_reader(source, render) if TOKENS in names and (render is not None or "text" not in names) else None
+    column = "text" if has_chats or tokens is not None else _text_column(rows, names, source)
+
+    def read(row: Row) -> Pair:
+        if row.get(column) is not None:
+            return _checked(row[column], source), _checked(row.get(second), source)
+        chat = chat_column([name for name, value in row.items() if value is not None])
+        if chat is not None and render is not None:
+            return _conversation(turns_of(row, chat), row, source, render), None
+        if tokens is not None and row.get(TOKENS) is not None:
+            return tokens(row)
+        raise _without_text(row, source)
+
+    return read
+
+
+def _without_text(row: Row, source: str) -> CalibrationError:
+    return CalibrationError(
+        f"{source} holds {reprlib.repr(row)} without text; mend that record, or name the column with the text, as in "
+        "file:column or org/name:config:split:column."
+    )
 
 
 def _conversation(turns: Any, row: Row, source: str, render: ChatRenderer) -> str | None:
@@ -260,6 +275,8 @@ def _column_reader(
 
     def read(row: Row) -> Pair:
         value = stated(row.get(columns[0]))
+        if value is None:
+            raise _without_text(row, path)
         if (
             render is not None
             and isinstance(value, list)

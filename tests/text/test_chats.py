@@ -232,9 +232,27 @@ def test_a_template_is_given_up_that_takes_too_much(
         bounded(lambda: [kept.append(b"x" * 2**20) or time.sleep(0.003) for _ in range(200)], "It")  # type: ignore
 
 
-def test_text_is_read_before_conversations(chatty: Any, tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", {"text": "plain", "messages": TURNS}, {"messages": TURNS})
-    assert list(iter_documents(path, None, ChatRenderer(chatty))) == ["plain"]
+def test_every_record_gives_what_it_holds(chatty: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Text is read before a conversation, and conversations may have different columns, as in files that are joined."""
+    prompted = {"prompt": TURNS[0]["content"], "response": TURNS[1]["content"]}
+    rows = [{"messages": TURNS}, {"text": "plain", "messages": TURNS}, {"conversations": SHARED}, prompted]
+    rows += [{"input_ids": [5, 6]}, {"text": None, "messages": TURNS}, {"text": " "}]
+    expected = [WANTED, "plain", WANTED, WANTED, [5, 6], WANTED]
+    path = write(tmp_path / "a.jsonl", *rows)
+    assert list(iter_documents(path, None, ChatRenderer(chatty))) == expected
+    assert not caplog.text
+    path = write(tmp_path / "b.jsonl", *rows, {"prompt": "no answer"}, {"text": None})
+    assert list(iter_documents(path, None, ChatRenderer(chatty))) == expected
+    assert "2 of 8 records" in caplog.text
+    assert "holds {'prompt': 'no answer'} without text" in caplog.text
+    source, _ = save_text(["plain", TURNS, SHARED], tmp_path, num_sequences=9, seed=0)
+    assert list(iter_documents(source, None, ChatRenderer(chatty))) == ["plain", WANTED, WANTED]
+
+
+def test_named_columns_that_a_record_lacks_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = write(tmp_path / "a.jsonl", {"body": "a"}, {"body": None}, {"body": ""}, {"body": "b"}, {"text": "c"})
+    assert list(iter_documents(f"{path}:body", None)) == ["a", "b"]
+    assert "2 of 4 records" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,7 @@ def test_fewer_sequences_than_asked_for_is_a_warning(
         ("broken.jsonl", b'{"text": "unfinished', "cannot be read as json"),
         ("broken.parquet", b"no parquet at all", "cannot be read as parquet"),
         ("columns.jsonl", b'{"a": "x", "b": "y"}\n', "no column 'text'"),
-        ("nulls.jsonl", b'{"text": null}\n{"text": null}\n', "holds 0 tokens"),
+        ("nulls.jsonl", b'{"text": null}\n{"text": null}\n', "without text"),
         ("numbers.jsonl", b'{"text": 5}\n{"text": 6}\n', "holds 5 where text"),
         ("later.jsonl", b'{"text": "fine"}\n{"text": "bro', "later.jsonl"),
     ],

@@ -10,7 +10,9 @@ from oneshot.text import iter_documents
 
 ROWS: list[tuple[str, bytes, list[str] | str]] = [
     ("rows.jsonl", b'{"text": "a"}\n\n  \n{"text": ""}\n{"text": null}\n{"text": "b"}\n', ["a", "b"]),
-    ("columns.jsonl", b'{"id": 1}\n{"text": "a", "id": "x"}\n{"other": [1]}\n', ["a"]),
+    ("columns.jsonl", b'{"id": 1}\n{"text": "a", "id": "x"}\n{"text": "b"}\n', ["a", "b"]),
+    ("other-columns.jsonl", b'{"id": 1}\n{"text": "a"}\n{"other": [1]}\n', "2 of 3 records .* {'id': 1} without text"),
+    ("conversations.jsonl", b'{"text": "a"}\n' + 2 * b'{"messages": []}\n', "2 of 3 records .* without text"),
     ("one-column.jsonl", b'{"n": 1}\n{"n": 2, "body": "a"}\n', ["a"]),
     ("array.json", b'\n [{"text": "a"},\n {"text": "b"}]', ["a", "b"]),
     ("mark.jsonl", b'\xef\xbb\xbf{"text": "a"}\n', ["a"]),
