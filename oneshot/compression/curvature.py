@@ -20,14 +20,25 @@ from oneshot.linalg.products import product
 from oneshot.machine.transfer import to_host
 
 SHRINKAGE = 0.3  # towards its mean: few tokens do not know every direction
+STATES = "states"
 SMALLEST_MEAN = 1e-30  # of the diagonal; nothing may depend on the output of a layer
 
 
 @dataclass(frozen=True)
 class Curvature:
-    """The curvature of every layer, in files of a folder."""
+    """The curvature of every layer and of the states before them, in files of a folder."""
 
     folder: Path
+
+    def save_states(self, matrix: torch.Tensor) -> None:
+        """Write `G (D, D)` of the states before the first layer."""
+        save_file(to_host({STATES: matrix}), self.folder / f"{STATES}.safetensors")
+
+    def of_states(self, device: torch.device) -> torch.Tensor:
+        """Return `G (D, D)` of the states before the first layer; float32, not shrunk."""
+        with safe_open(self.folder / f"{STATES}.safetensors", framework="pt") as file:
+            matrix: torch.Tensor = file.get_tensor(STATES)
+        return matrix.to(device)
 
     def save(self, layer: int, matrices: Mapping[str, torch.Tensor]) -> None:
         """Write the matrices of a layer, as `LayerCurvature` has them."""

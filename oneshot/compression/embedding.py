@@ -2,11 +2,12 @@
 
 Tokenizers number their tokens roughly by frequency, so a range of numbers is a range of frequencies. The rows of a
 range, `E_g (rows, D)`, become `U V` of rank r: block-wise low rank as in GroupReduce (Chen et al. 2018, arXiv
-1806.06950), weighted by token and by direction: `min ‖diag(w)^½ (E_g − U V) H^½‖_F`. `H` is the Gram of the states that
-the output head reads. The weights `w` are the roots of the tokens' probabilities, because other texts predict other
-tokens. An interpolative decomposition of V then removes what the two factors store twice: with r pivot columns of V,
-`V = V_r [I, T]`. So the range is stored as `U V_r`, which is the approximation at r of the coordinates, and as `T`.
-That is r² numbers less, and nothing is lost.
+1806.06950), weighted by token and by direction: `min ‖diag(w)^½ (E_g − U V) H^½‖_F`. `H` is what a change of a row
+costs: as a row of the output head the Gram of the states that it reads, and as the input of the first layer the output
+curvature of the states there, if it is measured. The weights `w` are the roots of the tokens' probabilities, because
+other texts predict other tokens. An interpolative decomposition of V then removes what the two factors store twice:
+with r pivot columns of V, `V = V_r [I, T]`. So the range is stored as `U V_r`, which is the approximation at r of the
+coordinates, and as `T`. That is r² numbers less, and nothing is lost.
 """
 
 from collections.abc import Iterable
@@ -26,7 +27,7 @@ from oneshot.machine.transfer import as_like
 from oneshot.planning import vocabulary_ranges
 from oneshot.tensors import Tensors
 
-STATES = "states that the output head reads"
+COSTS = "costs of the rows of the embedding"
 
 _TABLES = "model.embed_tokens.tables."
 
@@ -42,12 +43,12 @@ def range_errors(
     """Return what every rank of every range loses of the logits, `(ranges, D + 1)` on the host; rank 0 sums to one.
 
     Args:
-        embedding: `(N, D)`. gram: `H (D, D)` of what the head reads. probabilities: `(N,)` of the tokens.
+        embedding: `(N, D)`. gram: `H (D, D)`. probabilities: `(N,)` of the tokens.
         whole: tokens whose ranges must stay whole (a chat's marks); any rank below D has an infinite error there.
         workers: who share the ranges; all receive all.
     """
     ranges = vocabulary_ranges(len(embedding))
-    root = damped_root(gram, STATES)
+    root = damped_root(gram, COSTS)
 
     def errors_of(part: slice) -> torch.Tensor:
         energies = torch.linalg.eigvalsh(_inside(embedding[part], probabilities[part], root)).flip(0).clamp_min(0)
@@ -77,7 +78,7 @@ def reduce_embedding(
     columns at the pivots of `V = Pᵀ L⁻¹`, and the map the transposed coefficients of the others. Arguments as in
     `range_errors`.
     """
-    root = damped_root(gram, STATES)
+    root = damped_root(gram, COSTS)
 
     def reduce_range(index: int, part: slice, rank: int) -> Tensors:
         rows, reduced = embedding[part], dict[str, torch.Tensor]()

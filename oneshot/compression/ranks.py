@@ -12,7 +12,7 @@ the Gram of what the linear reads. Its rows count by what they do:
 Where a norm follows the writer (`compression.branch_norm`), tokens and the writer's rows count as that norm lets them.
 
 `H` shrinks towards its diagonal, because what different inputs have in common changes from text to text; of few tokens
-by the share that is chance (`shrinkage_of`). In a profile it does not: prices of shrunk Grams were not measured.
+by the share that is chance (`shrinkage_of`). In a profile it does not: prices of shrunk Grams gain nothing.
 
 With output curvature (`compression.curvature`) the rows of queries and keys, and of `o_proj`, count by a matrix `G`
 instead of `diag(w)`, and the columns of `down_proj` by their costs.
@@ -36,7 +36,7 @@ from oneshot.compression.statistics import (
     GramAccumulator,
     HeadGramAccumulator,
     Statistics,
-    shrinkage_of,
+    shrinkage_on_other_text,
     towards_diagonal,
 )
 from oneshot.linalg.interpolative import spanning_columns
@@ -48,7 +48,6 @@ from oneshot.machine.transfer import as_like
 from oneshot.stream import Layer
 from oneshot.tensors import Tensors
 
-LEAST_SHRINKAGE = 0.2  # however many tokens there are: the model also reads other text
 FACTORS_EVERY = 8  # tokens of a batch; mean squares need fewer of them than a Gram does
 EIGEN_OPERATIONS = 48.0  # eigenvectors of n rows, and products with their roots, ÷ n³
 
@@ -209,8 +208,8 @@ class RankAccumulator:
         tensors, branch_norm = self._tensors, self._branch_norm
 
         def inputs_of(sums: Statistics) -> Inputs:
-            chance = shrinkage_of(len(sums.gram), sums.num_rows)
-            return Inputs(sums.gram, max(LEAST_SHRINKAGE, chance) if shrinks else 0.0)
+            share = shrinkage_on_other_text(len(sums.gram), sums.num_rows)
+            return Inputs(sums.gram, share if shrinks else 0.0)
 
         inputs = inputs_of(self._inputs.finish(workers))
         gram = inputs.gram

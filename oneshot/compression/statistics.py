@@ -16,6 +16,7 @@ from oneshot.selection import Moments
 HELD_OUT_ROWS, HELD_OUT_EVERY = 32, 9  # rows of a block, and blocks: no usual length of sequences is a multiple
 TOKENS_PER_COLUMN = 16  # that suffice for the principal directions of a Gram
 LITTLE_TEXT = 32_768  # tokens; with more nothing was measured, and a held-out slice takes the memory of two more Grams
+LEAST_SHRINKAGE = 0.2  # of what a low rank is the nearest by; nobody calibrates on all that a model reads
 TOKENS_OF_PRIOR = 5  # for a column, as which the diagonal counts against what different columns have in common
 
 
@@ -224,6 +225,14 @@ def shrinkage_of(num_columns: int, num_rows: float) -> float:
         return 0.0
     tokens = min(num_rows / num_columns, TOKENS_PER_COLUMN)
     return TOKENS_OF_PRIOR * (1 - tokens / TOKENS_PER_COLUMN) / (TOKENS_OF_PRIOR + tokens)
+
+
+def shrinkage_on_other_text(num_columns: int, num_rows: float) -> float:
+    """Return the share for a Gram that a low rank is the nearest by: as `shrinkage_of`, and with any text a fifth.
+
+    Also the model reads other text (docs/recipes/oneshot.md#ranks-of-linears).
+    """
+    return max(LEAST_SHRINKAGE, shrinkage_of(num_columns, num_rows))
 
 
 def towards_diagonal(gram: torch.Tensor, share: float) -> torch.Tensor:

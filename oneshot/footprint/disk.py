@@ -33,7 +33,8 @@ def scratch_bytes(work: Work) -> int:
     """Return the bytes of scratch files: the residual stream's Grams and directions, output curvature, the original."""
     shape, size = work.shape, 0
     if work.schedule.measures_curvature:
-        size += FLOAT * shape.num_hidden_layers * sum(each**2 for each in work.curvature_sizes)
+        of_layers = shape.num_hidden_layers * sum(each**2 for each in work.curvature_sizes)
+        size += FLOAT * (of_layers + shape.hidden_size**2)
     if work.schedule.prices_types:  # a GGUF file of it, and the parts that it is written from
         size += 2 * work.model_bytes
     if work.hidden is not None:

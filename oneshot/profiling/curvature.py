@@ -15,7 +15,7 @@ import torch
 from oneshot.architecture import Description, ModelShape, Stack, part_of_output
 from oneshot.checkpoint import Model
 from oneshot.compression.branch_norm import BranchNorm, MixtureNorms, at_scaled
-from oneshot.compression.curvature import Curvature, shrunk
+from oneshot.compression.curvature import STATES, Curvature, shrunk
 from oneshot.compression.overflow import SumsOverflowError, gradients_overflow, naming_the_layer
 from oneshot.compression.statistics import GramAccumulator
 from oneshot.machine import Machine, repeatable_attention
@@ -28,8 +28,9 @@ CURVATURE_TOKENS = 16_384  # at most, and at most a quarter of the text, if this
 FEWEST_TOKENS = 2_048
 BATCHES = 8  # at least, where there are as many sequences
 Norms = list[BranchNorm | MixtureNorms | None]  # of a layer, by sublayer: what follows their writers
-# of a layer: its number, sums of the part of the text, what finds the layer where states overflow, if they do
-OfLayer = tuple[int, dict[str, GramAccumulator], Callable[[], int | None]]
+# of a layer: its number, sums of the part of the text, what finds the layer where states overflow, if they do; the last
+# sum has no number and is of the states before the first layer
+OfLayer = tuple[int | None, dict[str, GramAccumulator], Callable[[], int | None]]
 SCORES_TOGETHER = 2**28  # numbers of attention's scores on a device, which has them whole
 LARGEST_GRADIENT = 10.0  # of a token, in units of the mean norm of its sequence
 
@@ -63,12 +64,15 @@ def measure_curvature(
         )
         for number, sums, cause in passed:
             try:
-                grams = ((name, one.finish(machine.workers).gram) for name, one in sums.items())
-                curvature.save(number, {name: shrunk(gram / text.num_tokens) for name, gram in grams})
+                grams = {name: one.finish(machine.workers).gram / text.num_tokens for name, one in sums.items()}
+                if number is None:
+                    curvature.save_states(grams[STATES])
+                else:
+                    curvature.save(number, {name: shrunk(gram) for name, gram in grams.items()})
             except SumsOverflowError as error:
                 layer = cause()
                 if layer is None:
-                    raise gradients_overflow(number, model.read_layer(number)) from error
+                    raise gradients_overflow(number or 0, model.read_layer(number or 0)) from error
                 with naming_the_layer(layer, partial(model.read_layer, layer)):
                     raise
     return curvature
@@ -124,6 +128,10 @@ def _passed_back(
             advance(batch.token_ids.numel())
         yield number, sums, partial(_first_overflow, states, own, are_finite)
         states.pop().close()
+    sums = _of_states(model, machine)
+    for batch in own:
+        sums[STATES].update_(clipped(_read(gradients, batch)))
+    yield None, sums, partial(_first_overflow, states, own, are_finite)
     gradients.close()
     lent.close()
 
@@ -132,6 +140,7 @@ def _nothing(model: Model, machine: Machine) -> Iterator[OfLayer]:
     """Yield the sums of a worker without batches, as `_passed_back`: zeros, without a pass."""
     for number in range(model.shape.num_hidden_layers)[::-1]:
         yield number, _accumulators(model, machine, number), lambda: None
+    yield None, _of_states(model, machine), lambda: None
 
 
 def _first_overflow(
@@ -297,6 +306,11 @@ def _accumulators(model: Model, machine: Machine, layer: int) -> dict[str, GramA
     """Return the sums of what the curvature of a layer is made of, by the names of `measured_sizes`."""
     sizes = measured_sizes(model.family, model.shape.of(layer), model.family.stack_of(layer))
     return {name: GramAccumulator(size, output_size=None, device=machine.device) for name, size in sizes.items()}
+
+
+def _of_states(model: Model, machine: Machine) -> dict[str, GramAccumulator]:
+    """Return the sum that the curvature of the states before the first layer is made of."""
+    return {STATES: GramAccumulator(model.shape.hidden_size, output_size=None, device=machine.device)}
 
 
 def clipped(gradients: torch.Tensor) -> torch.Tensor:

@@ -7,8 +7,9 @@ import torch
 
 from oneshot.architecture import TableShape
 from oneshot.checkpoint import Model
+from oneshot.compression import Curvature
 from oneshot.compression.embedding import expanded, range_errors, reduce_embedding
-from oneshot.compression.statistics import GramAccumulator
+from oneshot.compression.statistics import GramAccumulator, shrinkage_on_other_text, towards_diagonal
 from oneshot.linalg.sums import as_float32
 from oneshot.machine.transfer import Uploader
 from oneshot.planning import smaller_tables
@@ -44,6 +45,7 @@ def profile_embedding(
     whole: Sequence[int],
     layers: Callable[[], Iterable[Tensors]],
     *,
+    curvature: Curvature | None,
     advance: Callable[[float], None] = lambda steps: None,
 ) -> Tensors:
     """Return the `embedding_…` tensors of a `Profile`; `states` are those after the last layer.
@@ -52,11 +54,16 @@ def profile_embedding(
 
     Args:
         text: the text of the states, of all workers. whole: tokens whose ranges stay whole.
+        curvature: of the output, which says what changes of the rows cost as inputs of the first layer; None if
+            they count as rows of the output head alone.
         advance: is told of each of the `embedding_steps`.
     """
-    # 1. What the output head reads, and how likely each token is.
+    # 1. What the output head reads, what it costs if the first layer reads other rows, and how likely each token is.
     machine, workers, head = states.machine, states.machine.workers, states.builder.output_head()
     gram, probabilities, last, part = _read_by_head(model, states, head)
+    if curvature is not None:
+        gram += model.family.stack.embedding_scale**2 * curvature.of_states(machine.device)
+    gram = towards_diagonal(gram, shrinkage_on_other_text(len(gram), states.num_tokens))
     advance(1)
     # 2. What every rank of every range loses of the logits.
     embedding = model.read_embedding()

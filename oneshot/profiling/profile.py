@@ -54,7 +54,9 @@ def make_profile(
         marks = special_tokens(load_tokenizer(model.checkpoint.folder), model.shape.vocab_size)
         steps = embedding_steps(model)
         progress = ProgressBar(tracker, total=steps, stage="ranks of the embedding", unit="steps")
-        embedding = profile_embedding(model, profiler.states, profiler.text, marks, layers, advance=progress.advance)
+        embedding = profile_embedding(
+            *(model, profiler.states, profiler.text, marks, layers), curvature=curvature, advance=progress.advance
+        )
     tracker.step("comparing outputs", brief=True)
     origin = ProfileOrigin(
         model_hash=model.checkpoint.content_hash(),

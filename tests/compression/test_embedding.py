@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 import torch
 from factories import MakeCheckpoint, MakeConfig, build_model, calibration_tokens
+from families.cases import CASES
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from torch import nn
 from torch.nn import functional
 
 from oneshot import OneshotError
@@ -215,6 +217,36 @@ def test_the_sensitivity_equals_the_divergence_of_the_whole_model(
     expected = functional.kl_div(second, first, log_target=True, reduction="sum") / probes.numel()
     assert lost > 1e-3, "the probe must lose something"
     assert float(found.embedding_sensitivity) * lost == pytest.approx(float(expected), rel=1e-3)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "granite"])  # two multiply the rows of the embedding
+def test_rows_also_cost_what_the_first_layer_makes_of_them(
+    family: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    """Output curvature adds to the Gram what the stock model diverges by with noise on the rows that it reads."""
+    from transformers import AutoModelForCausalLM
+
+    folder = make_checkpoint(**CASES[family].options | {"tied": True, "family": family})
+    made = {}
+    for curvature in ("fisher", "none"):
+        config = make_config(folder, form="per-layer", curvature=curvature, output=str(tmp_path / curvature))
+        made[curvature] = profile(config).embedding_gram
+    text, noise = calibration_tokens(config), 1e-3
+    dense, noisy = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval() for _ in range(2))
+    read = noisy.get_input_embeddings()
+    rows = read.weight.data
+    noisy.get_output_embeddings().weight, read.weight = nn.Parameter(rows), nn.Parameter(rows)
+    found = []
+    with torch.no_grad():
+        wanted = dense(text, use_cache=False).logits.log_softmax(-1)
+        for seed in range(8):
+            generator = torch.Generator().manual_seed(seed)
+            read.weight.data = rows + noise * torch.randn(rows.shape, generator=generator, dtype=torch.float64)
+            other = noisy(text, use_cache=False).logits.log_softmax(-1)
+            found.append(float(functional.kl_div(other, wanted, log_target=True, reduction="sum")) / text.numel())
+    predicted = 0.5 * noise**2 * float((made["fisher"] - made["none"]).trace())
+    assert predicted > 0
+    assert np.mean(found) == pytest.approx(predicted, rel=0.3)
 
 
 def test_an_interrupted_run_keeps_the_embedding(rarely_wide: Path, make_config: MakeConfig, tmp_path: Path) -> None:

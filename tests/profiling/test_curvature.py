@@ -49,6 +49,8 @@ def whole_model_gradients(
 ) -> list[dict[str, Rows]]:
     """Return gradients `(sequences, length, n)` of every layer, by one backward pass through all of it in float64.
 
+    The last gradients are of the states before the first layer, without what layers read beside the stream.
+
     The gradients behind the logits are random signs of the roots of probabilities, less their mean. With norms inside,
     gradients of writers are by outputs in units of their root mean square.
     """
@@ -56,7 +58,16 @@ def whole_model_gradients(
     model = AutoModelForCausalLM.from_pretrained(folder, **options).eval().requires_grad_(False)
     model.get_input_embeddings().requires_grad_()
     kept: list[dict[str, torch.Tensor]] = []
-    for layer in next(part for part in model.modules() if isinstance(part, nn.ModuleList)):
+    layers = next(part for part in model.modules() if isinstance(part, nn.ModuleList))
+    before: list[torch.Tensor] = []
+
+    def apart(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        before.append(inputs[0].clone())
+        before[0].retain_grad()
+        return before[0], *inputs[1:]
+
+    layers[0].register_forward_pre_hook(apart)
+    for layer in layers:
         own: dict[str, torch.Tensor] = {}
         kept.append(own)
 
@@ -107,7 +118,8 @@ def whole_model_gradients(
         fused = gradients.pop("qkv", None)
         queries_keys = np.concatenate((gradients.pop("q"), gradients.pop("k")), -1) if fused is None else fused
         found.append(gradients | {"query_key": queries_keys[..., :width]})
-    return found
+    assert before[0].grad is not None
+    return [*found, {"states": before[0].grad.numpy()}]
 
 
 def measured_curvature(config: Config) -> list[dict[str, torch.Tensor]]:
@@ -116,7 +128,7 @@ def measured_curvature(config: Config) -> list[dict[str, torch.Tensor]]:
         measured = [run.curvature.of_layer(layer, torch.device("cpu")) for layer in layers]
         matrices = [load_file(one.path) for one in measured]
         assert all(torch.equal(of_layer["ffn"], one.ffn) for of_layer, one in zip(matrices, measured, strict=True))
-        return matrices
+        return [*matrices, {"states": run.curvature.of_states(torch.device("cpu"))}]
 
 
 NORMS_INSIDE = ("exaone4", "gemma2", "gemma3_text", "gemma4_text", "olmo2", "olmo3")
@@ -184,7 +196,8 @@ def test_it_is_that_of_the_whole_stock_model(
         for name, rows in gradients.items():
             matrix = np.einsum("tm,tn->mn", *2 * [rows.reshape(-1, rows.shape[-1])]) / (5 * 24)
             mean = np.trace(matrix) / len(matrix)
-            matrix = (1 - SHRINKAGE) * matrix + SHRINKAGE * mean * np.eye(len(matrix))
+            if name != "states":
+                matrix = (1 - SHRINKAGE) * matrix + SHRINKAGE * mean * np.eye(len(matrix))
             assert of_layer[name].dtype == torch.float32
             np.testing.assert_allclose(of_layer[name].numpy(), matrix, atol=1e-4 * mean, rtol=1e-3)
 
