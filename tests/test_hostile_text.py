@@ -26,16 +26,13 @@ from oneshot.report.records import Report
 WORDS = 50
 MASSIVE = 1e4
 
-LINEARS, STATES = "inputs of a linear of low rank", "states that the output head reads"
+LINEARS = "inputs of a linear of low rank"
 CURVES, KEPT = "columns of an error curve", "kept columns"
 
 # name -> (options, what the Grams are of that need a larger ridge)
 RUNS: dict[str, tuple[dict[str, Any], set[str]]] = {
-    "per-layer": ({"form": "per-layer", "embedding": "low-rank"}, {LINEARS, CURVES, STATES}),
-    "per-layer, heads and values": (
-        {"form": "per-layer", "heads": "obs", "inner_sizes": "sensitivity"},
-        {CURVES, STATES},
-    ),
+    "per-layer": ({"form": "per-layer", "embedding": "low-rank"}, {LINEARS, CURVES}),
+    "per-layer, heads and values": ({"form": "per-layer", "heads": "obs", "inner_sizes": "sensitivity"}, {CURVES}),
     "stock": ({"heads": "id", "up_steps": 2, "damping": 1e-6}, {KEPT}),
     "nemotron-nas": ({"form": "nemotron-nas", "dtype": "bfloat16"}, {CURVES}),
     "gguf": ({"form": "gguf", "ffn": "wanda", "dtype": "bfloat16"}, {CURVES}),

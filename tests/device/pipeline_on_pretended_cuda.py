@@ -4,6 +4,7 @@ PYTHONPATH=.:kernels:tests:tests/device python tests/device/pipeline_on_pretende
 """
 
 import argparse
+import gc
 import json
 import os
 import sys
@@ -236,6 +237,7 @@ def _tight(name: str, folder: Path) -> dict[str, int]:
     from oneshot.pipeline import predict
 
     model, changes = RUNS[name]
+    gc.collect()  # what an earlier run left must not be freed between both predictions
     free = {key: value for key, value in changes.items() if not key.startswith("max_")}
     base = {"calibration": str(folder / "text.txt"), "device": "cuda"} | SIZES | _form(free) | free
     with torch.no_grad():
