@@ -36,9 +36,7 @@ class Curvature:
 
     def of_states(self, device: torch.device) -> torch.Tensor:
         """Return `G (D, D)` of the states before the first layer; float32, not shrunk."""
-        with safe_open(self.folder / f"{STATES}.safetensors", framework="pt") as file:
-            matrix: torch.Tensor = file.get_tensor(STATES)
-        return matrix.to(device)
+        return _read(self.folder / f"{STATES}.safetensors", STATES, device)
 
     def save(self, layer: int, matrices: Mapping[str, torch.Tensor]) -> None:
         """Write the matrices of a layer, as `LayerCurvature` has them."""
@@ -78,9 +76,13 @@ class LayerCurvature:
         return self._read("ffn")
 
     def _read(self, name: str) -> torch.Tensor:
-        with safe_open(self.path, framework="pt") as file:
-            matrix: torch.Tensor = file.get_tensor(name)
-        return matrix.to(self.device)
+        return _read(self.path, name, self.device)
+
+
+def _read(path: Path, name: str, device: torch.device) -> torch.Tensor:
+    with safe_open(path, framework="pt") as file:
+        matrix: torch.Tensor = file.get_tensor(name)
+    return matrix.to(device)
 
 
 def shrunk(gram: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ the Gram of what the linear reads. Its rows count by what they do:
 Where a norm follows the writer (`compression.branch_norm`), tokens and the writer's rows count as that norm lets them.
 
 `H` shrinks towards its diagonal, because what different inputs have in common changes from text to text; of few tokens
-by the share that is chance (`shrinkage_of`). In a profile it does not: prices of shrunk Grams gain nothing.
+by the share that is chance (`shrinkage_on_other_text`). In a profile it does not: prices of shrunk Grams gain nothing.
 
 With output curvature (`compression.curvature`) the rows of queries and keys, and of `o_proj`, count by a matrix `G`
 instead of `diag(w)`, and the columns of `down_proj` by their costs.
@@ -208,8 +208,7 @@ class RankAccumulator:
         tensors, branch_norm = self._tensors, self._branch_norm
 
         def inputs_of(sums: Statistics) -> Inputs:
-            share = shrinkage_on_other_text(len(sums.gram), sums.num_rows)
-            return Inputs(sums.gram, share if shrinks else 0.0)
+            return Inputs(sums.gram, shrinkage_on_other_text(len(sums.gram), sums.num_rows) if shrinks else 0.0)
 
         inputs = inputs_of(self._inputs.finish(workers))
         gram = inputs.gram

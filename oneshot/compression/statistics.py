@@ -16,7 +16,7 @@ from oneshot.selection import Moments
 HELD_OUT_ROWS, HELD_OUT_EVERY = 32, 9  # rows of a block, and blocks: no usual length of sequences is a multiple
 TOKENS_PER_COLUMN = 16  # that suffice for the principal directions of a Gram
 LITTLE_TEXT = 32_768  # tokens; with more nothing was measured, and a held-out slice takes the memory of two more Grams
-LEAST_SHRINKAGE = 0.2  # of what a low rank is the nearest by; nobody calibrates on all that a model reads
+LEAST_SHRINKAGE = 0.2  # of Grams that decide low ranks, with any text: results read other text
 TOKENS_OF_PRIOR = 5  # for a column, as which the diagonal counts against what different columns have in common
 
 
@@ -228,9 +228,9 @@ def shrinkage_of(num_columns: int, num_rows: float) -> float:
 
 
 def shrinkage_on_other_text(num_columns: int, num_rows: float) -> float:
-    """Return the share for a Gram that a low rank is the nearest by: as `shrinkage_of`, and with any text a fifth.
+    """Return how far a Gram shrinks that decides a low rank: as `shrinkage_of`, but by `LEAST_SHRINKAGE` at least.
 
-    Also the model reads other text (docs/recipes/oneshot.md#ranks-of-linears).
+    The result will read other text than the Gram is of (docs/recipes/oneshot.md#ranks-of-linears).
     """
     return max(LEAST_SHRINKAGE, shrinkage_of(num_columns, num_rows))
 

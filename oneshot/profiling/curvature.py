@@ -28,9 +28,9 @@ CURVATURE_TOKENS = 16_384  # at most, and at most a quarter of the text, if this
 FEWEST_TOKENS = 2_048
 BATCHES = 8  # at least, where there are as many sequences
 Norms = list[BranchNorm | MixtureNorms | None]  # of a layer, by sublayer: what follows their writers
-# of a layer: its number, sums of the part of the text, what finds the layer where states overflow, if they do; the last
-# sum has no number and is of the states before the first layer
-OfLayer = tuple[int | None, dict[str, GramAccumulator], Callable[[], int | None]]
+# of a layer: its number, sums of the part of the text, what finds the layer where states overflow, if they do; layer 0
+# comes a second time with the sum of the states before it
+OfLayer = tuple[int, dict[str, GramAccumulator], Callable[[], int | None]]
 SCORES_TOGETHER = 2**28  # numbers of attention's scores on a device, which has them whole
 LARGEST_GRADIENT = 10.0  # of a token, in units of the mean norm of its sequence
 
@@ -64,15 +64,15 @@ def measure_curvature(
         )
         for number, sums, cause in passed:
             try:
-                grams = {name: one.finish(machine.workers).gram / text.num_tokens for name, one in sums.items()}
-                if number is None:
-                    curvature.save_states(grams[STATES])
+                grams = ((name, one.finish(machine.workers).gram / text.num_tokens) for name, one in sums.items())
+                if STATES in sums:
+                    curvature.save_states(dict(grams)[STATES])
                 else:
-                    curvature.save(number, {name: shrunk(gram) for name, gram in grams.items()})
+                    curvature.save(number, {name: shrunk(gram) for name, gram in grams})
             except SumsOverflowError as error:
                 layer = cause()
                 if layer is None:
-                    raise gradients_overflow(number or 0, model.read_layer(number or 0)) from error
+                    raise gradients_overflow(number, model.read_layer(number)) from error
                 with naming_the_layer(layer, partial(model.read_layer, layer)):
                     raise
     return curvature
@@ -131,7 +131,7 @@ def _passed_back(
     sums = _of_states(model, machine)
     for batch in own:
         sums[STATES].update_(clipped(_read(gradients, batch)))
-    yield None, sums, partial(_first_overflow, states, own, are_finite)
+    yield 0, sums, partial(_first_overflow, states, own, are_finite)
     gradients.close()
     lent.close()
 
@@ -140,7 +140,7 @@ def _nothing(model: Model, machine: Machine) -> Iterator[OfLayer]:
     """Yield the sums of a worker without batches, as `_passed_back`: zeros, without a pass."""
     for number in range(model.shape.num_hidden_layers)[::-1]:
         yield number, _accumulators(model, machine, number), lambda: None
-    yield None, _of_states(model, machine), lambda: None
+    yield 0, _of_states(model, machine), lambda: None
 
 
 def _first_overflow(

@@ -54,7 +54,7 @@ def profile_embedding(
 
     Args:
         text: the text of the states, of all workers. whole: tokens whose ranges stay whole.
-        curvature: of the output, which says what changes of the rows cost as inputs of the first layer; None if
+        curvature: output curvature, which says what changes of the rows cost as inputs of the first layer; None if
             they count as rows of the output head alone.
         advance: is told of each of the `embedding_steps`.
     """

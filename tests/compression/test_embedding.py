@@ -226,7 +226,7 @@ def test_rows_also_cost_what_the_first_layer_makes_of_them(
     """Output curvature adds to the Gram what the stock model diverges by with noise on the rows that it reads."""
     from transformers import AutoModelForCausalLM
 
-    folder = make_checkpoint(**CASES[family].options | {"tied": True, "family": family})
+    folder = make_checkpoint(**CASES[family].options | {"tied": True})
     made = {}
     for curvature in ("fisher", "none"):
         config = make_config(folder, form="per-layer", curvature=curvature, output=str(tmp_path / curvature))
