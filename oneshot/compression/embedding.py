@@ -8,19 +8,23 @@ curvature of the states there, if it is measured. The weights `w` are the roots 
 other texts predict other tokens. An interpolative decomposition of V then removes what the two factors store twice:
 with r pivot columns of V, `V = V_r [I, T]`. So the range is stored as `U V_r`, which is the approximation at r of the
 coordinates, and as `T`. That is r² numbers less, and nothing is lost.
+
+The rows of marks (a chat's turns, a tool call) stay as they are, because text hardly shows what they are for: their
+directions come first, and those of the other rows are principal in what is left.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from functools import partial
 
 import torch
 from oneshot_kernels import suffix_sums
+from torch.nn import functional
 
 from oneshot.architecture import TableShape
 from oneshot.compression.fold import PANEL_ROWS, times
 from oneshot.linalg.interpolative import spanning_columns
 from oneshot.linalg.low_rank import damped_root
-from oneshot.linalg.pca import principal_directions
+from oneshot.linalg.pca import energies_along, principal_components
 from oneshot.linalg.sums import panels
 from oneshot.machine import ALONE, Workers
 from oneshot.machine.transfer import as_like
@@ -28,6 +32,7 @@ from oneshot.planning import vocabulary_ranges
 from oneshot.tensors import Tensors
 
 COSTS = "costs of the rows of the embedding"
+MARK_PRECISION = 2**-10  # of a row's length: half a step of bfloat16
 
 _TABLES = "model.embed_tokens.tables."
 
@@ -36,7 +41,7 @@ def range_errors(
     embedding: torch.Tensor,
     gram: torch.Tensor,
     probabilities: torch.Tensor,
-    whole: Iterable[int] = (),
+    marks: Collection[int] = (),
     *,
     workers: Workers = ALONE,
 ) -> torch.Tensor:
@@ -44,22 +49,20 @@ def range_errors(
 
     Args:
         embedding: `(N, D)`. gram: `H (D, D)`. probabilities: `(N,)` of the tokens.
-        whole: tokens whose ranges must stay whole (a chat's marks); any rank below D has an infinite error there.
+        marks: tokens whose rows stay as they are; ranks that cannot hold them have an infinite error.
         workers: who share the ranges; all receive all.
     """
-    ranges = vocabulary_ranges(len(embedding))
     root = damped_root(gram, COSTS)
 
     def errors_of(part: slice) -> torch.Tensor:
-        energies = torch.linalg.eigvalsh(_inside(embedding[part], probabilities[part], root)).flip(0).clamp_min(0)
-        return suffix_sums(energies.cpu())
+        _, energies, num_kept = _directions(embedding, part, probabilities, marks, root)
+        errors = suffix_sums(energies.cpu())
+        errors[1:num_kept] = torch.inf
+        return errors
 
-    jobs = [partial(errors_of, part) for part in ranges]
+    jobs = [partial(errors_of, part) for part in vocabulary_ranges(len(embedding))]
     errors = torch.stack([*workers.share_all(jobs, [1.0] * len(jobs))])
-    errors /= errors[:, 0].sum().clamp_min(torch.finfo(errors.dtype).tiny)  # the rows may all be zero
-    for token in whole:
-        errors[token // ranges[0].stop, :-1] = torch.inf
-    return errors
+    return errors / errors[:, 0].sum().clamp_min(torch.finfo(errors.dtype).tiny)  # the rows may all be zero
 
 
 def reduce_embedding(
@@ -67,6 +70,7 @@ def reduce_embedding(
     gram: torch.Tensor,
     probabilities: torch.Tensor,
     tables: tuple[TableShape, ...],
+    marks: Collection[int] = (),
     *,
     workers: Workers = ALONE,
 ) -> Tensors:
@@ -82,7 +86,7 @@ def reduce_embedding(
 
     def reduce_range(index: int, part: slice, rank: int) -> Tensors:
         rows, reduced = embedding[part], dict[str, torch.Tensor]()
-        directions = principal_directions(_inside(rows, probabilities[part], root))[:, :rank]
+        directions = _directions(embedding, part, probabilities, marks, root)[0][:, :rank]
         factor = torch.linalg.solve_triangular(root.T, directions, upper=True).T
         read, others, coefficients = spanning_columns(factor)
         rows = times(rows, root @ directions @ factor[:, read])
@@ -127,9 +131,25 @@ def _columns(index: int) -> str:
     return f"model.embed_tokens.maps.{index}.columns"
 
 
-def _inside(rows: torch.Tensor, probabilities: torch.Tensor, root: torch.Tensor) -> torch.Tensor:
-    """Return the Gram of `diag(w)^½ E_g L`, float64 `(D, D)`: its eigenvectors are the range's directions."""
-    return root.T @ _gram(rows, _weights(probabilities)) @ root
+def _directions(
+    embedding: torch.Tensor, part: slice, probabilities: torch.Tensor, marks: Collection[int], root: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Return a range's directions, orthonormal columns `(D, D)` float64, their energies `(D,)`, and how many are kept.
+
+    The kept ones come first: they hold the rows of the range's marks in `E_g L`. Then come the principal directions of
+    `diag(w)^½ E_g L` orthogonal to them, the strongest first.
+    """
+    own = [mark for mark in marks if part.start <= mark < part.stop]
+    marked = functional.normalize(as_like(embedding[own], root) @ root)
+    _, strengths, basis = torch.linalg.svd(marked)
+    num_kept = int((strengths > MARK_PRECISION * len(own) ** 0.5).sum())
+    kept, others = basis.T.tensor_split([num_kept], dim=1)
+    gram = root.T @ _gram(embedding[part], _weights(probabilities[part])) @ root
+    energies = energies_along(gram, kept)
+    if num_kept == len(gram):
+        return kept, energies, num_kept
+    inside, remaining = principal_components(others.T @ gram @ others)
+    return torch.cat((kept, others @ inside), dim=1), torch.cat((energies, remaining)), num_kept
 
 
 def _weights(probabilities: torch.Tensor) -> torch.Tensor:

@@ -28,6 +28,7 @@ from oneshot.planning import (
 from oneshot.report.mixture import verdict_record
 from oneshot.report.progress import ProgressBar
 from oneshot.run import budget_of, grid_of
+from oneshot.text import load_tokenizer, special_tokens
 
 logger = logging.getLogger(__name__)
 EMBEDDING = "embedding"  # the journal's name for a reduced embedding
@@ -111,8 +112,9 @@ def _plan_by_profile(job: Job, journal: Journal, types: OriginalTypes | None) ->
     if plan.embedding:
         run.tracker.step("reducing the embedding", brief=True)
         device, workers = run.machine.device, run.machine.workers
+        marks = special_tokens(load_tokenizer(run.model.checkpoint.folder), run.model.shape.vocab_size)
         evidence = measured.embedding_gram.to(device), measured.embedding_probabilities.to(device)
-        reduced = reduce_embedding(run.model.read_embedding(), *evidence, plan.embedding, workers=workers)
+        reduced = reduce_embedding(run.model.read_embedding(), *evidence, plan.embedding, marks, workers=workers)
         if workers.is_main:
             journal.save_tensors(EMBEDDING, reduced)
     release_heap()  # of the profile and of the planner's solver

@@ -42,7 +42,7 @@ def profile_embedding(
     model: Model,
     states: States,
     text: Text,
-    whole: Sequence[int],
+    marks: Sequence[int],
     layers: Callable[[], Iterable[Tensors]],
     *,
     curvature: Curvature | None,
@@ -53,7 +53,7 @@ def profile_embedding(
     What the output head reads is known only after the last layer, so a few sequences pass all `layers` again.
 
     Args:
-        text: the text of the states, of all workers. whole: tokens whose ranges stay whole.
+        text: the text of the states, of all workers. marks: tokens whose rows stay as they are.
         curvature: output curvature, which says what changes of the rows cost as inputs of the first layer; None if
             they count as rows of the output head alone.
         advance: is told of each of the `embedding_steps`.
@@ -67,11 +67,11 @@ def profile_embedding(
     advance(1)
     # 2. What every rank of every range loses of the logits.
     embedding = model.read_embedding()
-    errors = range_errors(embedding, gram, probabilities, whole, workers=workers)
+    errors = range_errors(embedding, gram, probabilities, marks, workers=workers)
     advance(1)
     # 3. A few sequences pass all layers again, with a reduced embedding.
     tables, lost = embedding_probe(errors, len(embedding))
-    smaller = reduce_embedding(embedding, gram, probabilities, tables, workers=workers)
+    smaller = reduce_embedding(embedding, gram, probabilities, tables, marks, workers=workers)
     divergences = torch.zeros(EMBEDDING_PROBES, dtype=torch.float64, device=machine.device)
     if last:
         reduced = expanded(smaller, embedding.shape[1], machine.device)

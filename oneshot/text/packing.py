@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +17,7 @@ from oneshot.text.sources import iter_documents
 logger = logging.getLogger(__name__)
 
 NO_ROWS = slice(0, 0)  # of a batch that is not placed yet
+UNUSED = re.compile(r"unused|reserved")  # in names such as <unused7> and <|reserved_special_token_7|>
 
 
 def warn_if_long(sequence_length: int, positions: int | None, name: str) -> None:
@@ -170,9 +172,18 @@ def num_rows(batches: Sequence[Batch]) -> int:
 
 
 def special_tokens(tokenizer: Any, vocab_size: int) -> list[int]:
-    """Return the tokens that mark structure, such as a chat's turns."""
-    marks = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
-    return [mark for mark in marks if mark < vocab_size]
+    """Return the tokens that mark structure, such as a chat's turns, in ascending order.
+
+    They are the tokens that the tokenizer adds to its words, without blanks, and without those whose name says that
+    nothing uses them, unless the chat template or the tokenizer itself names one.
+    """
+    template = str(tokenizer.chat_template)
+    marks = set(tokenizer.all_special_ids)
+    for number, token in tokenizer.added_tokens_decoder.items():
+        name = token.content.replace("\u2581", " ").strip()
+        if name and (name in template or not UNUSED.search(name)):
+            marks.add(number)
+    return sorted(mark for mark in marks if mark < vocab_size)
 
 
 def load_text(source: str, tokenizer: Any, *, num_sequences: int, sequence_length: int, seed: int) -> Text:

@@ -172,13 +172,13 @@ def test_activations_that_overflow(
 def test_gradients_that_overflow_though_activations_do_not(
     own_checkpoint: MakeCheckpoint, text_file: Path, output: Path, fails: Fails
 ) -> None:
-    """The advice of the sentence gives a result."""
+    """Zeros reach the large weights, and gradients reach both of them. The advice of the sentence gives a result."""
     folder = own_checkpoint()
     tensors = load_file(folder / SINGLE_NAME)
-    for name in ("q_proj", "k_proj"):
-        tensors[f"model.layers.1.self_attn.{name}.weight"] *= 1e6
+    for name, factor in (("up_proj", 0), ("gate_proj", 1e12), ("down_proj", 1e32)):
+        tensors[f"model.layers.1.mlp.{name}.weight"] *= factor
     save_file(tensors, folder / SINGLE_NAME)
-    message = fails(folder, "gradients of layer 1 overflow to NaN or Inf", " in self_attn.", form="per-layer")
+    message = fails(folder, "gradients of layer 1 overflow to NaN or Inf", " in mlp.", form="per-layer")
     assert "--set curvature=none" in message
     assert "activations" not in message
     assert main([*small_arguments(folder, output, text_file), "--form=per-layer", "--set=curvature=none"]) == 0

@@ -26,6 +26,7 @@ from oneshot.pipeline import compress, profile
 from oneshot.planning.vocabulary import NUM_RANGES, smaller_tables, table_options, vocabulary_ranges
 from oneshot.profiling import load_profile
 from oneshot.profiling.embedding import EMBEDDING_PROBES, embedding_probe
+from oneshot.text import load_tokenizer, special_tokens
 
 CPU = torch.device("cpu")
 VOCABULARY, HIDDEN, RARE_RANK = 1600, 32, 4
@@ -95,13 +96,42 @@ def test_ranges_cover_the_vocabulary_and_smaller_ranks_store_less(vocabulary: in
         assert all(table.rows == rows and table.parameters(width) < rows * width for table in tables[:-1])
 
 
-def test_marked_tokens_keep_their_ranges() -> None:
+@given(rank=st.integers(3, 11), seed=st.integers(0, 10**6), data=st.data())
+def test_marks_keep_their_rows_and_the_others_what_is_left(rank: int, seed: int, data: st.DataObject) -> None:
+    """Against NumPy: the least error of rows whose directions are free outside of the marks' span."""
+    width, marks = 12, data.draw(st.lists(st.integers(0, 19), min_size=1, max_size=3, unique=True))
+    embedding, gram, probabilities = problem(160, width, seed)
+    errors = range_errors(embedding.double(), gram, probabilities, marks)
+    assert errors[0, 1 : len(marks)].isinf().all()
+    assert errors[0, len(marks) :].isfinite().all()
+    assert errors[1:].isfinite().all()
+    assert errors[:, 0].sum() == pytest.approx(1)
+    tables = tuple(TableShape(20, rank) for _ in vocabulary_ranges(160))
+    found = expanded(reduce_embedding(embedding.double(), gram, probabilities, tables, marks), width)
+    torch.testing.assert_close(found[marks], embedding[marks].double(), rtol=0, atol=1e-9)
+    part = vocabulary_ranges(160)[0]
+    weighing = (gram.numpy(), probabilities[part].numpy())
+    _, whole = singular_values(embedding[part].double().numpy(), *weighing)
+    kept, _ = np.linalg.qr(whole[marks].T)
+    least = np.linalg.svd(whole - whole @ kept @ kept.T, compute_uv=False)[rank - len(marks) :]
+    _, missed = singular_values((embedding - found)[part].double().numpy(), *weighing)
+    assert (missed**2).sum() == pytest.approx((least**2).sum(), abs=1e-9 * (whole**2).sum())
+    total = sum(
+        (singular_values(embedding[each].double().numpy(), gram.numpy(), probabilities[each].numpy())[0] ** 2).sum()
+        for each in vocabulary_ranges(160)
+    )
+    assert errors[0, rank] * total == pytest.approx((least**2).sum(), abs=1e-9 * (whole**2).sum())
+
+
+def test_marks_that_are_alike_take_one_direction_and_marks_without_a_row_none() -> None:
     embedding, gram, probabilities = problem(1600, 32, 0)
-    errors = range_errors(embedding, gram, probabilities, whole=[3, 1599])
-    tables = smaller_tables(errors, 1600, 0.8)
-    assert tables[0].rank == tables[-1].rank == 32
-    assert any(table.rank < 32 for table in tables[1:-1])
-    assert sum(table.parameters(32) for table in tables) <= 0.8 * 1600 * 32
+    embedding[1] = 2 * embedding[0]
+    embedding[2:9] = 0
+    errors = range_errors(embedding, gram, probabilities, marks=range(9))
+    assert errors.isfinite().all()
+    many = range_errors(embedding, gram, probabilities, marks=range(50))
+    assert many[0, 1:-1].isinf().all()
+    assert smaller_tables(many, 1600, 0.8)[0].rank == 32  # the whole range stays
 
 
 def test_the_modelling_file_equals_the_expanded_embedding() -> None:
@@ -209,7 +239,8 @@ def test_the_sensitivity_equals_the_divergence_of_the_whole_model(
     weight = reduced.get_input_embeddings().weight
     tables, lost = embedding_probe(found.embedding_errors, VOCABULARY)
     evidence = found.embedding_gram, found.embedding_probabilities
-    weight.data = expanded(reduce_embedding(weight.data, *evidence, tables), HIDDEN)
+    marks = special_tokens(load_tokenizer(checkpoint), VOCABULARY)
+    weight.data = expanded(reduce_embedding(weight.data, *evidence, tables, marks), HIDDEN)
     text = calibration_tokens(config)
     probes = text[:EMBEDDING_PROBES]
     with torch.no_grad():

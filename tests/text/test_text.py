@@ -25,6 +25,7 @@ from oneshot.text import (
     mix,
     pack,
     shares,
+    special_tokens,
     split_sources,
     write_text,
 )
@@ -366,3 +367,17 @@ def test_a_tokenizer_without_english_text_is_refused(make_checkpoint: MakeCheckp
 def test_a_model_that_does_not_fit_writes_no_text(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
     with pytest.raises(MemoryLimitError, match="--max-memory"):
         compress(make_config(make_checkpoint(), calibration="self", max_memory_bytes=1000))
+
+
+def test_marks_are_what_the_tokenizer_adds_and_something_uses(make_checkpoint: MakeCheckpoint) -> None:
+    tokenizer = load_tokenizer(make_checkpoint())
+    words, own = len(tokenizer), set(tokenizer.all_special_ids)
+    names = ["<|turn|>", "\n\n", "\u2581\u2581", "<unused3>", "<|reserved_special_token_5|>", "<unused7>", "<tool_call>"]
+    assert tokenizer.add_tokens(names) == len(names)
+    tokenizer.add_special_tokens({"pad_token": "<|reserved_special_token_9|>"})
+    ids = dict(zip([*names, "pad"], range(words, len(tokenizer)), strict=True))
+    always = own | {ids["<|turn|>"], ids["<tool_call>"], ids["pad"]}
+    assert set(special_tokens(tokenizer, len(tokenizer))) == always
+    assert set(special_tokens(tokenizer, words)) == own
+    tokenizer.chat_template = "{{ bos_token }}<|turn|>{{ role }}<unused7>"
+    assert set(special_tokens(tokenizer, len(tokenizer))) == always | {ids["<unused7>"]}
