@@ -16,6 +16,7 @@ from oneshot.checkpoint.stock import (
     load_whole,
     make_buffers,
     per_layer_lists,
+    reason_against_config,
     resized_config,
     sample_model,
     stock_classes,

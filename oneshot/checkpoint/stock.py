@@ -78,10 +78,39 @@ def stock_config(config: dict[str, Any]) -> Any:
 @lru_cache(maxsize=64)  # a run asks for few configs many times, and a copy takes a tenth of the time
 def _parsed(config_json: str) -> Any:
     config = json.loads(config_json)
-    parsed = stock_classes(config)[0].from_dict(with_floats(config))
+    parsed = _with_any_heads(config)
     parsed.return_dict = True  # older files say otherwise, and classes of today then fail
     parsed.chunk_size_feed_forward = 0  # the same numbers in parts, which a check would take for the whole
     return parsed
+
+
+def _with_any_heads(config: dict[str, Any]) -> Any:
+    """Return the object of a config.json, also if its class refuses the number of heads (`reason_against_config`).
+
+    Layers with some of their heads pass the stream in any case. Their modules ask the object for the number.
+    """
+    from huggingface_hub.errors import StrictDataclassClassValidationError
+
+    config_class = stock_classes(config)[0]
+    try:
+        return config_class.from_dict(with_floats(config))
+    except StrictDataclassClassValidationError:
+        family = FAMILIES[config["model_type"]]
+        name = family.sizes.num_attention_heads
+        parsed = config_class.from_dict(with_floats(with_text(family, config, {name: 1})))
+        setattr(parsed if family.text_module is None else parsed.text_config, name, text_of(family, config)[name])
+        return parsed
+
+
+def reason_against_config(config: dict[str, Any]) -> str | None:
+    """Return why transformers' class would refuse a config.json, as a sentence of that class; None if it accepts it."""
+    from huggingface_hub.errors import StrictDataclassClassValidationError
+
+    try:
+        stock_classes(config)[0].from_dict(with_floats(copy.deepcopy(config)))
+    except StrictDataclassClassValidationError as error:
+        return str(error.__cause__)
+    return None
 
 
 def with_floats(value: Any) -> Any:

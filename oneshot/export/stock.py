@@ -4,8 +4,9 @@ from dataclasses import replace
 from typing import Any
 
 from oneshot.architecture import Stack, from_files, predicts_tokens, stated_class, to_files
-from oneshot.checkpoint import Model, resized_config, with_kept_layers
+from oneshot.checkpoint import Model, reason_against_config, resized_config, with_kept_layers
 from oneshot.compression import StreamSubspaces
+from oneshot.errors import PlanError
 from oneshot.export.engines import notes_on_engines
 from oneshot.export.form import Form
 from oneshot.export.outside import OutsideNames, Part, as_in_input, as_named, folded_outside, unchanged_outside
@@ -31,7 +32,18 @@ class StockForm(Form):
         """Return the sizes that the family's stock config can state."""
         remedy = "--form per-layer" if model.family.reason_against("per-layer form") is None else None
         free = model.family.free_head_size
-        return Grid(model.family, model.shape, remedy=remedy, inner_sizes=free, equal_inner_sizes=free)
+
+        def holds_heads(heads: int, groups: int) -> bool:
+            smaller = replace(model.shape, num_attention_heads=heads, num_key_value_heads=groups)
+            try:
+                config = resized_config(model.family, model.checkpoint.config, smaller)
+            except PlanError:
+                return False
+            return reason_against_config(config) is None
+
+        return Grid(
+            *(model.family, model.shape, remedy), inner_sizes=free, equal_inner_sizes=free, holds_heads=holds_heads
+        )
 
     def config(self, model: Model, plan: Plan) -> dict[str, Any]:
         """Return the config.json of the result. Raises `PlanError` if the stock config cannot state the plan."""
@@ -44,6 +56,9 @@ class StockForm(Form):
         if len(kept) < shape.num_hidden_layers:
             config = with_kept_layers(config, kept, model.family)
         config = resized_config(model.family, config, resized)
+        reason = reason_against_config(config)
+        if reason is not None:
+            raise PlanError(f"No stock config holds this plan: {reason} Use --form per-layer, or --set heads=none.")
         stock = {name: value for name, value in config.items() if name not in ("auto_map", "_model_name_or_path")}
         return stock | dict(model.family.own_head) if plan.hidden is not None else stock
 

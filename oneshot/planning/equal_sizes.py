@@ -51,18 +51,22 @@ def plans_without_layers(problem: Problem, plan: Plan) -> list[Plan]:
 
 
 def plans_with_equal_heads(problem: Problem, plan: Plan) -> list[Plan]:
-    """Return the plans with one head unit in every layer, with two, up to all, of which attention can be served.
+    """Return the plans with one head unit in every layer, with two, up to all, that the form holds and can be served.
 
     A layer with fewer units keeps what it has.
     """
     grid, options = problem.grid, []
     sizes = [head_sizes(grid.shape.of(number), plan.head_unit) for number in range(len(plan.layers))]
-    for units in range(1, max(map(len, sizes)) + 1):
+    most = max(map(len, sizes))
+    for units in range(1, most + 1):
         layers = list(plan.layers)
-        for number in set(plan.kept_layers) - grid.kept.attention:
+        changed = set(plan.kept_layers) - grid.kept.attention
+        for number in changed:
             own = sizes[number]
             layers[number] = replace(layers[number], **own[min(units, len(own)) - 1])
-        options.append(replace(plan, layers=tuple(layers)))
+        counts = {(layers[number].num_attention_heads, layers[number].num_key_value_heads) for number in changed}
+        if units == most or all(grid.holds_heads(*count) for count in counts):
+            options.append(replace(plan, layers=tuple(layers)))
     return grid.servable(options, "attention")
 
 

@@ -1,7 +1,7 @@
 """The sizes that a form of the result can state: what a planner asks instead of the form's name."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -27,7 +27,8 @@ class Grid:
             None if no other can hold the model.
         refusal: a sentence why the form cannot hold this model at all; None if it can.
         layers_differ: whether every layer can have its own FFN width.
-        heads_differ: whether every layer can also have its own heads.
+        heads_differ: whether every layer can also have its own heads. holds_heads: whether the form can state so many
+            query heads and KV heads, if they do not differ.
         sublayers_optional: whether a layer can be without attention, or without an FFN.
         first_layer_attends: whether the first layer must have attention all the same; engines rely on it.
         inner_sizes: whether heads can have other sizes for queries, keys and values. equal_inner_sizes: whether these
@@ -62,6 +63,7 @@ class Grid:
     kept: Kept = NOTHING
     serving: Serving = ANY
     stored: StackShape | None = None
+    holds_heads: Callable[[int, int], bool] = field(default=lambda heads, groups: True, compare=False)
 
     @property
     def dense(self) -> StackShape:
