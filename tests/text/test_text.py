@@ -372,7 +372,15 @@ def test_a_model_that_does_not_fit_writes_no_text(make_checkpoint: MakeCheckpoin
 def test_marks_are_what_the_tokenizer_adds_and_something_uses(make_checkpoint: MakeCheckpoint) -> None:
     tokenizer = load_tokenizer(make_checkpoint())
     words, own = len(tokenizer), set(tokenizer.all_special_ids)
-    names = ["<|turn|>", "\n\n", "\u2581\u2581", "<unused3>", "<|reserved_special_token_5|>", "<unused7>", "<tool_call>"]
+    names = [
+        "<|turn|>",
+        "\n\n",
+        "\u2581\u2581",
+        "<unused3>",
+        "<|reserved_special_token_5|>",
+        "<unused7>",
+        "<tool_call>",
+    ]
     assert tokenizer.add_tokens(names) == len(names)
     tokenizer.add_special_tokens({"pad_token": "<|reserved_special_token_9|>"})
     ids = dict(zip([*names, "pad"], range(words, len(tokenizer)), strict=True))
