@@ -1,4 +1,4 @@
-"""Classes that want a number of heads which divides the hidden size: any number is measured, such a number is stored."""
+"""Classes whose number of heads must divide the hidden size: any number passes the stream, such ones are stored."""
 
 from collections.abc import Callable
 from pathlib import Path
