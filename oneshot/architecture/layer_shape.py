@@ -161,7 +161,7 @@ class TableShape:
     """State the rows and the rank of a range of the vocabulary.
 
     Below the full width the table has the range's rows at `rank` of the coordinates. A matrix makes the others of them.
-    The coordinates' numbers are also stored.
+    The coordinates' numbers are also stored, and the place of every row.
     """
 
     rows: int
@@ -169,7 +169,7 @@ class TableShape:
 
     def parameters(self, width: int) -> int:
         """Return the stored parameters of the range of an embedding of this width."""
-        return self.rows * self.rank + ((width - self.rank) * self.rank + width if self.rank < width else 0)
+        return self.rows * (self.rank + 1) + ((width - self.rank) * self.rank + width if self.rank < width else 0)
 
     def active_parameters(self, width: int) -> int:
         """Return the parameters that a token passes: of the output head, and of the matrix once more in the input."""

@@ -61,7 +61,8 @@ class StackShape:
     def indices(self) -> int:
         """Return how many of the stored parameters are indices, int64."""
         tables = sum(table.rank < self.embedding_size for table in self.embedding)
-        return tables * self.embedding_size + sum(layer.indices() for layer in self.layers)
+        places = sum(table.rows for table in self.embedding)
+        return places + tables * self.embedding_size + sum(layer.indices() for layer in self.layers)
 
     def stored_parameters(self) -> int:
         """Return the stored parameters of everything."""

@@ -43,27 +43,33 @@ class LowRank:
 
 
 def multiplied(
-    parts: Sequence[LowRank], shapes: Shapes, dtypes: Mapping[str, str], quantised: Mapping[str, QuantisedWeight]
+    parts: Sequence[LowRank],
+    shapes: Shapes,
+    dtypes: Mapping[str, str],
+    quantised: Mapping[str, QuantisedWeight],
+    places: str = "",
 ) -> QuantisedWeight:
-    """Return the matrix whose rows these parts have, one after the other; it is rounded once to its stored dtype.
+    """Return the matrix whose rows these parts have; it is rounded once to its stored dtype.
 
-    `quantised`: weights by name, which are dequantised before if a part has them.
+    `quantised`: weights by name, which are dequantised before if a part has them. `places`: the tensor that says where
+    in the parts each row of the matrix is; without it they are one after the other.
     """
     size = sum(shapes[part.columns][0] for part in parts), parts[0].width(shapes)
-    names, inner = dict[str, str](), dict[str, QuantisedWeight]()
+    names, inner = {places: places} if places else dict[str, str](), dict[str, QuantisedWeight]()
     for name in (name for part in parts for name in part.names):
         if name in quantised:
             inner[name] = quantised[name]
             names |= {f"{name} {role}": file for role, file in quantised[name].parts.items()}
         else:
             names[name] = name
-    return QuantisedWeight(names, size, dtypes[parts[0].columns], partial(_dequantised, inner, parts, size))
+    return QuantisedWeight(names, size, dtypes[parts[0].columns], partial(_dequantised, inner, parts, size, places))
 
 
 def _dequantised(
     inner: Mapping[str, QuantisedWeight],
     parts: Sequence[LowRank],
     size: tuple[int, int],
+    places: str,
     tensors: Mapping[str, torch.Tensor],
 ) -> torch.Tensor:
     """Return the matrix as `_whole`, of which some tensors are quantised."""
@@ -71,22 +77,31 @@ def _dequantised(
         name: weight.values({role: tensors[f"{name} {role}"] for role in weight.parts})
         for name, weight in inner.items()
     }
-    return _whole(parts, size, {**tensors, **values})
+    return _whole(parts, size, places, {**tensors, **values})
 
 
-def _whole(parts: Sequence[LowRank], size: tuple[int, int], tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return the matrix. Raises `CheckpointError` for an order that does not list every column once."""
-    whole = tensors[parts[0].columns].new_empty(size)
-    for part, place in zip(parts, whole.split([len(tensors[part.columns]) for part in parts]), strict=True):
+def _whole(
+    parts: Sequence[LowRank], size: tuple[int, int], places: str, tensors: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
+    """Return the matrix. Raises `CheckpointError` for an order that does not list every column or row once."""
+    whole, lengths = tensors[parts[0].columns].new_empty(size), [len(tensors[part.columns]) for part in parts]
+    rows_of = torch.arange(size[0])
+    if places:
+        if not torch.equal(tensors[places].sort().values, rows_of):
+            raise CheckpointError(f"{places} does not list every place once; give an undamaged checkpoint.")
+        rows_of = tensors[places].argsort()
+    for part, own in zip(parts, rows_of.split(lengths), strict=True):
         columns = tensors[part.columns]
         if not part.others:
-            place.copy_(columns)
+            whole[own] = columns
             continue
         others, order, rank = tensors[part.others], tensors[part.order], columns.shape[1]
         if others.shape != (size[1] - rank, rank) or not torch.equal(order.sort().values, torch.arange(size[1])):
             raise CheckpointError(f"{part.order} does not list every column once; give an undamaged checkpoint.")
-        place[:, order[:rank]] = columns
         factor = others.double().T
-        for rows, to in zip(columns.split(PANEL_ROWS), place.split(PANEL_ROWS), strict=True):
-            to[:, order[rank:]] = (rows.double() @ factor).to(place.dtype)
+        for rows, to in zip(columns.split(PANEL_ROWS), own.split(PANEL_ROWS), strict=True):
+            every = rows.new_empty(len(rows), size[1])
+            every[:, order[:rank]] = rows
+            every[:, order[rank:]] = (rows.double() @ factor).to(every.dtype)
+            whole[to] = every
     return whole

@@ -194,8 +194,8 @@ def _multiplied(source: Checkpoint, config: dict[str, Any], stated: StackShape, 
         {name: name for name in stored},
         {**_linears(source, stated, family), **_embedding(stated, family)},
     )
-    parts = [part for of_one in parts_of.values() for part in of_one]
-    files = {file for part in parts for file in part.names}
+    parts, places = [part for of_one in parts_of.values() for part in of_one], _places(stated, family)
+    files = {file for part in parts for file in part.names} | set(places.values())
     if missing := sorted(files - stored):
         raise CheckpointError(f"{source.folder} lacks {missing[0]}, of which its config.json tells; copy it again.")
     for file in files:
@@ -210,7 +210,10 @@ def _multiplied(source: Checkpoint, config: dict[str, Any], stated: StackShape, 
             f"{stated.stored_parameters():,}; give an unmodified result."
         )
     shapes, dtypes = source.shapes, source.dtypes
-    matrices = {name: multiplied(of_one, shapes, dtypes, source.quantised.weights) for name, of_one in parts_of.items()}
+    matrices = {
+        name: multiplied(of_one, shapes, dtypes, source.quantised.weights, places.get(name, ""))
+        for name, of_one in parts_of.items()
+    }
     beside_bytes = max((part.bytes_beside(shapes, dtypes) for part in parts), default=0)
     view = source.multiplying(matrices, names, stated, beside_bytes)
     view.config = config
@@ -239,6 +242,12 @@ def _linears(source: Checkpoint, stated: StackShape, family: Description) -> dic
         weight = f"{linear}.{WITHIN}.weight" if linear in inner else f"{linear}.weight"
         found[f"{linear}.weight"] = [LowRank(weight, f"{read}.weight", f"{read}.columns")]
     return found
+
+
+def _places(stated: StackShape, family: Description) -> dict[str, str]:
+    """Return the embedding, and what lists the places of its tokens; nothing for a whole table."""
+    module = family.stack.embedding.removesuffix(".weight")
+    return {family.stack.embedding: f"{module}.places"} if stated.embedding else {}
 
 
 def _embedding(stated: StackShape, family: Description) -> dict[str, list[LowRank]]:

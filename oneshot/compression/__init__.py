@@ -5,7 +5,7 @@ that measure, choose, correct and fold: `one_writer` and `tasks` for attention a
 """
 
 from oneshot.compression.curvature import Curvature
-from oneshot.compression.embedding import expanded, reduce_embedding
+from oneshot.compression.embedding import TokenRows, expanded, reduce_embedding
 from oneshot.compression.layer import CompressedLayer, LayerCompressor
 from oneshot.compression.shared_heads import find_shared_heads
 from oneshot.compression.sublayer import needs_statistics

@@ -1,121 +1,209 @@
 """A tied embedding with fewer coordinates for rarer tokens: ranges of the vocabulary with their own ranks.
 
-Tokenizers number their tokens roughly by frequency, so a range of numbers is a range of frequencies. The rows of a
-range, `E_g (rows, D)`, become `U V` of rank r: block-wise low rank as in GroupReduce (Chen et al. 2018, arXiv
-1806.06950), weighted by token and by direction: `min ‖diag(w)^½ (E_g − U V) H^½‖_F`. `H` is what a change of a row
-costs: as a row of the output head the Gram of the states that it reads, and as the input of the first layer the output
-curvature of the states there, if it is measured. The weights `w` are the roots of the tokens' probabilities, because
-other texts predict other tokens. An interpolative decomposition of V then removes what the two factors store twice:
-with r pivot columns of V, `V = V_r [I, T]`. So the range is stored as `U V_r`, which is the approximation at r of the
-coordinates, and as `T`. That is r² numbers less, and nothing is lost.
+Tokenizers number their tokens roughly by frequency, so a range of numbers is a range of frequencies. From there tokens
+move to the range whose directions fit them best. The rows of a range, `E_g (rows, D)`, become `U V` of rank r:
+block-wise low rank as in GroupReduce (Chen et al. 2018, arXiv 1806.06950), also in that tokens move, weighted by token
+and by direction: `min ‖diag(w)^½ (E_g − U V) H^½‖_F`. `H` is what a change of a row costs: as a row of the output head
+the Gram of the states that it reads, and as the input of the first layer the output curvature of the states there, if
+it is measured. The weights `w` are the roots of the tokens' probabilities, because other texts predict other tokens. An
+interpolative decomposition of V then removes what the two factors store twice: with r pivot columns of V,
+`V = V_r [I, T]`. So the range is stored as `U V_r`, which is the approximation at r of the coordinates, and as `T`.
+That is r² numbers less, and nothing is lost.
 
 The rows of marks (a chat's turns, a tool call) stay as they are, because text hardly shows what they are for: their
-directions come first, and those of the other rows are principal in what is left.
+directions come first, and then the principal directions of the other rows in what is left.
 """
 
-from collections.abc import Collection
-from functools import partial
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from functools import cached_property, partial
 
+import numpy as np
 import torch
 from oneshot_kernels import suffix_sums
 from torch.nn import functional
 
 from oneshot.architecture import TableShape
 from oneshot.compression.fold import PANEL_ROWS, times
+from oneshot.linalg.assignment import balanced_assignment
 from oneshot.linalg.interpolative import spanning_columns
 from oneshot.linalg.low_rank import damped_root
 from oneshot.linalg.pca import energies_along, principal_components
 from oneshot.linalg.sums import panels
 from oneshot.machine import ALONE, Workers
 from oneshot.machine.transfer import as_like
-from oneshot.planning import vocabulary_ranges
+from oneshot.planning import smaller_tables, vocabulary_ranges
 from oneshot.tensors import Tensors
 
 COSTS = "costs of the rows of the embedding"
 MARK_PRECISION = 2**-10  # of a row's length: half a step of bfloat16
 
+# Tokens move for ranks that leave this share of the embedding. Later rounds gain little, and so do ranges of other
+# sizes (benchmarks/records/experiments.md).
+ORDER_SHARE, ORDER_ROUNDS = 7 / 10, 3
+
 _TABLES = "model.embed_tokens.tables."
+PLACES = "model.embed_tokens.places"
 
 
-def range_errors(
-    embedding: torch.Tensor,
-    gram: torch.Tensor,
-    probabilities: torch.Tensor,
-    marks: Collection[int] = (),
-    *,
-    workers: Workers = ALONE,
-) -> torch.Tensor:
-    """Return what every rank of every range loses of the logits, `(ranges, D + 1)` on the host; rank 0 sums to one.
+@dataclass(frozen=True)
+class TokenRows:
+    """The rows of an embedding, and what their changes cost.
 
-    Args:
-        embedding: `(N, D)`. gram: `H (D, D)`. probabilities: `(N,)` of the tokens.
-        marks: tokens whose rows stay as they are; ranks that cannot hold them have an infinite error.
-        workers: who share the ranges; all receive all.
+    Attributes:
+        embedding: `(N, D)` on the host. gram: `H (D, D)`. probabilities: `(N,)` of the tokens, on the device of `gram`.
+        marks: tokens whose rows stay as they are.
     """
-    root = damped_root(gram, COSTS)
 
-    def errors_of(part: slice) -> torch.Tensor:
-        _, energies, num_kept = _directions(embedding, part, probabilities, marks, root)
+    embedding: torch.Tensor
+    gram: torch.Tensor
+    probabilities: torch.Tensor
+    marks: Collection[int] = ()
+
+    @cached_property
+    def root(self) -> torch.Tensor:
+        """Return `L (D, D)` float64 with `L Lᵀ = H`."""
+        return damped_root(self.gram, COSTS)
+
+    @cached_property
+    def weights(self) -> torch.Tensor:
+        """Return the tokens' weights `(N,)` float64; half of each is the mean of tokens that are about as frequent."""
+        smooth = self.probabilities.double()
+        ranges = [smooth[part] for part in vocabulary_ranges(len(smooth))]
+        return torch.cat([((one + one.mean()) / 2).sqrt() for one in ranges])
+
+    def directions(self, tokens: torch.Tensor) -> Tensors:
+        """Return the directions of these tokens' rows and what each number of them loses.
+
+        `directions (D, D)` float64, orthonormal columns: first the `kept` ones that hold the rows of marks in `E_g L`,
+        then the principal ones of `diag(w)^½ E_g L` orthogonal to them, the strongest first. `errors (D + 1,)` on the
+        host: the squared error of the first r; infinite for ranks that cannot hold the marks.
+        """
+        chosen, on_device = self.embedding[tokens], tokens.to(self.root.device)
+        own = self.embedding[sorted(set(self.marks) & set(tokens.tolist()))]
+        marked = functional.normalize(as_like(own, self.root) @ self.root)
+        _, strengths, basis = torch.linalg.svd(marked)
+        num_kept = int((strengths > MARK_PRECISION * len(own) ** 0.5).sum())
+        kept, others = basis.T.tensor_split([num_kept], dim=1)
+        gram = self.root.T @ _gram(chosen, self.weights[on_device]) @ self.root
+        energies = energies_along(gram, kept)
+        if num_kept < len(gram):
+            inside, remaining = principal_components(others.T @ gram @ others)
+            kept, energies = torch.cat((kept, others @ inside), dim=1), torch.cat((energies, remaining))
         errors = suffix_sums(energies.cpu())
         errors[1:num_kept] = torch.inf
-        return errors
+        return {"directions": kept, "errors": errors}
 
-    jobs = [partial(errors_of, part) for part in vocabulary_ranges(len(embedding))]
-    errors = torch.stack([*workers.share_all(jobs, [1.0] * len(jobs))])
+    def losses(self, part: slice, lost: list[torch.Tensor]) -> torch.Tensor:
+        """Return what the tokens of a slice lose without each of these directions `(D, left out)`.
+
+        `(tokens, ranges)` float64 on the host, computed in float32.
+        """
+        root, found = self.root.float(), []
+        for rows, weights in zip(
+            self.embedding[part].split(PANEL_ROWS), self.weights[part].split(PANEL_ROWS), strict=True
+        ):
+            inside = as_like(rows, root) @ root
+            squares = torch.stack([(inside @ one).square().sum(1) for one in lost], dim=1)
+            found.append((squares.double() * weights.unsqueeze(1)).cpu())
+        return torch.cat(found)
+
+
+def order_of_tokens(rows: TokenRows, *, workers: Workers = ALONE) -> torch.Tensor:
+    """Return the tokens in an order whose ranges lose little at low ranks, `(N,)` int64 on the host.
+
+    Each round takes the directions of the ranges at the ranks that leave `ORDER_SHARE` of the embedding, and gives
+    every token to the range that loses least of it; ranges keep their sizes. Marks go into the first one, which has the
+    highest rank. `workers` share the ranges; all receive the same.
+    """
+    size = len(rows.embedding)
+    ranges, order, before = vocabulary_ranges(size), torch.arange(size), np.inf
+    room = [part.stop - part.start for part in ranges]
+    fixed = sorted(rows.marks) if len(rows.marks) <= room[0] else []
+    free = torch.ones(size, dtype=torch.bool)
+    free[fixed] = False
+    room[0] -= len(fixed)
+    for _ in range(ORDER_ROUNDS):
+        found = [*workers.share_all([partial(rows.directions, order[part]) for part in ranges], [1.0] * len(ranges))]
+        tables = smaller_tables(relative_errors(found), size, ORDER_SHARE)
+        left_out = [one["directions"][:, table.rank :].float() for one, table in zip(found, tables, strict=True)]
+        del found
+        jobs = [partial(rows.losses, part, left_out) for part in ranges]
+        losses = torch.cat([*workers.share_all(jobs, [1.0] * len(ranges))])
+        range_of = torch.zeros(size, dtype=torch.int64)
+        range_of[free] = torch.from_numpy(balanced_assignment(losses[free].numpy(), room))
+        total = float(losses[free].gather(1, range_of[free].unsqueeze(1)).sum())
+        if not total < before:
+            break
+        order, before = range_of.argsort(stable=True), total
+    return order
+
+
+def relative_errors(found: Iterable[Tensors]) -> torch.Tensor:
+    """Return the `errors` of all ranges, `(ranges, D + 1)`, as shares of what rank 0 loses in all of them."""
+    errors = torch.stack([one["errors"] for one in found])
     return errors / errors[:, 0].sum().clamp_min(torch.finfo(errors.dtype).tiny)  # the rows may all be zero
 
 
+def range_errors(rows: TokenRows, order: torch.Tensor, *, workers: Workers = ALONE) -> torch.Tensor:
+    """Return what every rank of every range loses of the logits, `(ranges, D + 1)` on the host; rank 0 sums to one.
+
+    Ranks that cannot hold the marks have an infinite error. `order`: the tokens, as they are cut into ranges. `workers`
+    share the ranges; all receive all.
+    """
+
+    def errors_of(part: slice) -> Tensors:
+        return {"errors": rows.directions(order[part])["errors"]}
+
+    jobs = [partial(errors_of, part) for part in vocabulary_ranges(len(order))]
+    return relative_errors(workers.share_all(jobs, [1.0] * len(jobs)))
+
+
 def reduce_embedding(
-    embedding: torch.Tensor,
-    gram: torch.Tensor,
-    probabilities: torch.Tensor,
-    tables: tuple[TableShape, ...],
-    marks: Collection[int] = (),
-    *,
-    workers: Workers = ALONE,
+    rows: TokenRows, order: torch.Tensor, tables: tuple[TableShape, ...], *, workers: Workers = ALONE
 ) -> Tensors:
     """Return the tables and maps of a plan's ranges, as the per-layer form names them.
 
-    `embed_tokens.tables.g.weight (rows, rank)`, and below the full rank `embed_tokens.maps.g.weight (D − rank, rank)`
-    in the embedding's dtype and `embed_tokens.maps.g.columns (D,)` int64. With the principal directions `P` of
-    `diag(w)^½ E_g L`, `L Lᵀ = H`, the best approximation is `E_g L P Pᵀ L⁻¹` (Eckart and Young 1936). The table has its
-    columns at the pivots of `V = Pᵀ L⁻¹`, and the map the transposed coefficients of the others. Arguments as in
-    `range_errors`.
+    `embed_tokens.places (N,)` int64: where in all tables each token is. `embed_tokens.tables.g.weight (rows, rank)`,
+    and below the full rank `embed_tokens.maps.g.weight (D − rank, rank)` in the embedding's dtype and
+    `embed_tokens.maps.g.columns (D,)` int64. With the principal directions `P` of `diag(w)^½ E_g L`, `L Lᵀ = H`, the
+    best approximation is `E_g L P Pᵀ L⁻¹` (Eckart and Young 1936). The table has its columns at the pivots of
+    `V = Pᵀ L⁻¹`, and the map the transposed coefficients of the others. Arguments as in `range_errors`.
     """
-    root = damped_root(gram, COSTS)
+    root, embedding = rows.root, rows.embedding
 
     def reduce_range(index: int, part: slice, rank: int) -> Tensors:
-        rows, reduced = embedding[part], dict[str, torch.Tensor]()
-        directions = _directions(embedding, part, probabilities, marks, root)[0][:, :rank]
+        directions, reduced = rows.directions(order[part])["directions"][:, :rank], dict[str, torch.Tensor]()
         factor = torch.linalg.solve_triangular(root.T, directions, upper=True).T
         read, others, coefficients = spanning_columns(factor)
-        rows = times(rows, root @ directions @ factor[:, read])
         reduced[_map(index)] = as_like(coefficients.T, embedding).contiguous()
         reduced[_columns(index)] = torch.cat((read, others)).cpu()
-        return reduced | {_table(index): rows.contiguous()}
+        table = times(embedding[order[part]], root @ directions @ factor[:, read])
+        return reduced | {_table(index): table.contiguous()}
 
     shapes = list(enumerate(zip(vocabulary_ranges(len(embedding)), tables, strict=True)))
     smaller = [(index, part, table.rank) for index, (part, table) in shapes if table.rank < embedding.shape[1]]
     jobs = [partial(reduce_range, *each) for each in smaller]
     found = dict(zip((index for index, *_ in smaller), workers.share_all(jobs, [1.0] * len(jobs)), strict=True))
-    reduced: Tensors = {}
+    reduced: Tensors = {PLACES: order.argsort()}
     for index, (part, _) in shapes:
-        reduced |= found.get(index) or {_table(index): embedding[part].contiguous()}
+        reduced |= found.get(index) or {_table(index): embedding[order[part]]}
     return reduced
 
 
 def expanded(reduced: Tensors, width: int, device: torch.device | str = "cpu") -> torch.Tensor:
     """Return the whole embedding `(N, width)` that the tables and maps stand for; `device` multiplies them."""
     tables = [reduced[_table(index)] for index in range(sum(name.startswith(_TABLES) for name in reduced))]
-    sizes = [len(rows) for rows in tables]
-    whole = tables[0].new_empty(sum(sizes), width)
-    for index, (rows, place) in enumerate(zip(tables, whole.split(sizes), strict=True)):
-        if _map(index) not in reduced:
-            place.copy_(rows)
-            continue
-        read, others = reduced[_columns(index)].tensor_split([rows.shape[1]])
-        place[:, read] = rows
-        place[:, others] = times(rows, reduced[_map(index)].to(device).double().T)
+    whole = tables[0].new_empty(len(reduced[PLACES]), width)
+    tokens = reduced[PLACES].argsort().split([len(rows) for rows in tables])
+    for index, (rows, own) in enumerate(zip(tables, tokens, strict=True)):
+        every = rows
+        if _map(index) in reduced:
+            read, others = reduced[_columns(index)].tensor_split([rows.shape[1]])
+            every = rows.new_empty(len(rows), width)
+            every[:, read] = rows
+            every[:, others] = times(rows, reduced[_map(index)].to(device).double().T)
+        whole[own] = every
     return whole
 
 
@@ -129,33 +217,6 @@ def _map(index: int) -> str:
 
 def _columns(index: int) -> str:
     return f"model.embed_tokens.maps.{index}.columns"
-
-
-def _directions(
-    embedding: torch.Tensor, part: slice, probabilities: torch.Tensor, marks: Collection[int], root: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Return a range's directions, orthonormal columns `(D, D)` float64, their energies `(D,)`, and how many are kept.
-
-    The kept ones come first: they hold the rows of the range's marks in `E_g L`. Then come the principal directions of
-    `diag(w)^½ E_g L` orthogonal to them, the strongest first.
-    """
-    own = [mark for mark in marks if part.start <= mark < part.stop]
-    marked = functional.normalize(as_like(embedding[own], root) @ root)
-    _, strengths, basis = torch.linalg.svd(marked)
-    num_kept = int((strengths > MARK_PRECISION * len(own) ** 0.5).sum())
-    kept, others = basis.T.tensor_split([num_kept], dim=1)
-    gram = root.T @ _gram(embedding[part], _weights(probabilities[part])) @ root
-    energies = energies_along(gram, kept)
-    if num_kept == len(gram):
-        return kept, energies, num_kept
-    inside, remaining = principal_components(others.T @ gram @ others)
-    return torch.cat((kept, others @ inside), dim=1), torch.cat((energies, remaining)), num_kept
-
-
-def _weights(probabilities: torch.Tensor) -> torch.Tensor:
-    """Return the weights of a range's tokens; half of each is the range's mean, for tokens that are never predicted."""
-    smooth = probabilities.double()
-    return ((smooth + smooth.mean()) / 2).sqrt()
 
 
 def _gram(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

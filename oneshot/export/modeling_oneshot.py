@@ -343,7 +343,8 @@ class OneshotTable(nn.Embedding):
 class OneshotEmbedding(nn.Module):
     """Ranges of the vocabulary, each a table of its own rank, with a map to the full width where that is more.
 
-    Tables and maps are only read by calling them, because off-loading moves the weights of a module at its call.
+    `places` says where in all tables each token is. Tables and maps are only read by calling them, because off-loading
+    moves the weights of a module at its call.
     """
 
     def __init__(self, ranges: list[dict[str, int]], width: int) -> None:
@@ -354,15 +355,17 @@ class OneshotEmbedding(nn.Module):
             [OneshotTable(rows, rank) for rows, rank in zip(self.rows, ranks, strict=True)]
         )
         self.maps: Any = nn.ModuleList([coordinates_of(width, rank if rank < width else 0) for rank in ranks])
+        self.places: torch.Tensor
+        self.register_buffer("places", torch.arange(sum(self.rows)))
 
     def forward(self, x: torch.Tensor, *, to_logits: bool = False) -> torch.Tensor:
         """Tokens -> their embeddings `(…, width)`; `to_logits`: states `(…, width)` -> the tied head's logits."""
         if to_logits:
             return self._logits(x)
-        start = 0
+        start, places = 0, self.places[x]
         embedded: Any = None
         for rows, table, to_width in zip(self.rows, self.tables, self.maps, strict=True):
-            number = x - start
+            number = places - start
             found = table(number.clamp(0, rows - 1))
             if isinstance(to_width, OneshotCoordinates):
                 found = to_width(found, expand=True)
@@ -376,7 +379,7 @@ class OneshotEmbedding(nn.Module):
             table(coordinates(states), to_logits=True)
             for table, coordinates in zip(self.tables, self.maps, strict=True)
         )
-        return torch.cat(tuple(read), dim=-1)
+        return torch.cat(tuple(read), dim=-1).index_select(-1, self.places)
 
     def grow_(self, more: int) -> None:
         """Append rows to the last range; they are the mean of its rows."""
@@ -389,6 +392,7 @@ class OneshotEmbedding(nn.Module):
         table.requires_grad_(old.weight.requires_grad)
         self.tables[-1] = table
         self.rows[-1] += more
+        self.places = torch.cat((self.places, torch.arange(more).to(self.places) + len(self.places)))
 
 
 class OneshotTiedHead(nn.Module):

@@ -5,7 +5,7 @@ import math
 from dataclasses import asdict, replace
 
 from oneshot.checkpoint import Journal
-from oneshot.compression import StreamSubspaces, find_subspaces, reduce_embedding
+from oneshot.compression import StreamSubspaces, TokenRows, find_subspaces, reduce_embedding
 from oneshot.config import Target
 from oneshot.export import FORMS, OriginalTypes, form_of
 from oneshot.job.job import Job
@@ -114,7 +114,8 @@ def _plan_by_profile(job: Job, journal: Journal, types: OriginalTypes | None) ->
         device, workers = run.machine.device, run.machine.workers
         marks = special_tokens(load_tokenizer(run.model.checkpoint.folder), run.model.shape.vocab_size)
         evidence = measured.embedding_gram.to(device), measured.embedding_probabilities.to(device)
-        reduced = reduce_embedding(run.model.read_embedding(), *evidence, plan.embedding, marks, workers=workers)
+        rows = TokenRows(run.model.read_embedding(), *evidence, marks)
+        reduced = reduce_embedding(rows, measured.embedding_order, plan.embedding, workers=workers)
         if workers.is_main:
             journal.save_tensors(EMBEDDING, reduced)
     release_heap()  # of the profile and of the planner's solver

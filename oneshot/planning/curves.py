@@ -69,6 +69,7 @@ class Profile:
             head reads, and with output curvature also as the input of the first layer (`profiling.embedding`).
             `embedding_*` are empty if the output head is not the embedding, or its sensitivity was not measured.
         embedding_probabilities: `(N,)`: how often each token is predicted.
+        embedding_order: `(N,)` int64: the tokens in the order in which they are cut into ranges of the vocabulary.
         embedding_errors: `(ranges, D + 1)`: what rank r of a range of the vocabulary loses of the logits, for every r
             (`embedding.range_errors`); the sum over ranges is one at rank 0; infinite for a forbidden rank.
         embedding_sensitivity: `(1,)`: the divergence if only the embedding is reduced, per unit of these errors.
@@ -100,6 +101,7 @@ class Profile:
     ffn_fluctuation: torch.Tensor
     embedding_gram: torch.Tensor
     embedding_probabilities: torch.Tensor
+    embedding_order: torch.Tensor
     embedding_errors: torch.Tensor
     embedding_sensitivity: torch.Tensor
     origin: ProfileOrigin

@@ -114,10 +114,11 @@ def _table_items(problem: Problem, plan: Plan) -> list[Item]:
         return []
     ranges = table_options(errors, problem.grid.shape.vocab_size)
     measure, stack, whole, items = problem.budget.measure, problem.grid.stack(plan), [one[-1] for one in ranges], []
-    total = measure(stack)
+    total = measure(replace(stack, embedding=tuple(whole)))
+    places = (total - measure(stack)) / len(ranges)  # which a plan has for all ranges or for none
     for index, tables in enumerate(ranges):
         stacks = [replace(stack, embedding=(*whole[:index], table, *whole[index + 1 :])) for table in tables]
-        costs = np.array([measure(option) - total for option in stacks])
+        costs = np.array([measure(option) - total for option in stacks]) + places
         items.append(Item.of([tables], errors[index, [table.rank for table in tables]].numpy(), costs))
     return items
 

@@ -8,7 +8,7 @@ import torch
 from oneshot.architecture import TableShape
 from oneshot.checkpoint import Model
 from oneshot.compression import Curvature
-from oneshot.compression.embedding import expanded, range_errors, reduce_embedding
+from oneshot.compression.embedding import TokenRows, expanded, order_of_tokens, range_errors, reduce_embedding
 from oneshot.compression.statistics import GramAccumulator, shrinkage_on_other_text, towards_diagonal
 from oneshot.linalg.sums import as_float32
 from oneshot.machine.transfer import Uploader
@@ -25,17 +25,17 @@ MIN_EMBEDDING_ERROR = 1e-4  # squared: below this the divergence is rounding noi
 def no_embedding_profile() -> Tensors:
     """Return the tensors of a `Profile` for an embedding that was not measured: empty, and no sensitivity."""
     empty = torch.empty(0, 0, dtype=torch.float64)
-    return _tensors(empty, torch.empty(0), empty, torch.zeros(1, dtype=torch.float64))
+    return _tensors(empty, torch.empty(0), torch.arange(0), empty, torch.zeros(1, dtype=torch.float64))
 
 
 def _tensors(*found: torch.Tensor) -> Tensors:
-    names = ("gram", "probabilities", "errors", "sensitivity")
+    names = ("gram", "probabilities", "order", "errors", "sensitivity")
     return {f"embedding_{name}": tensor for name, tensor in zip(names, found, strict=True)}
 
 
 def embedding_steps(model: Model) -> int:
-    """Return the steps of `profile_embedding`: states and ranks, every layer, and the output."""
-    return model.shape.num_hidden_layers + 3
+    """Return the steps of `profile_embedding`: states, order and ranks, every layer, and the output."""
+    return model.shape.num_hidden_layers + 4
 
 
 def profile_embedding(
@@ -65,13 +65,16 @@ def profile_embedding(
         gram += model.family.stack.embedding_scale**2 * curvature.of_states(machine.device)
     gram = towards_diagonal(gram, shrinkage_on_other_text(len(gram), states.num_tokens))
     advance(1)
-    # 2. What every rank of every range loses of the logits.
+    # 2. The order of the tokens, and what every rank of every range loses of the logits.
     embedding = model.read_embedding()
-    errors = range_errors(embedding, gram, probabilities, marks, workers=workers)
+    rows = TokenRows(embedding, gram, probabilities, marks)
+    order = order_of_tokens(rows, workers=workers)
+    advance(1)
+    errors = range_errors(rows, order, workers=workers)
     advance(1)
     # 3. A few sequences pass all layers again, with a reduced embedding.
     tables, lost = embedding_probe(errors, len(embedding))
-    smaller = reduce_embedding(embedding, gram, probabilities, tables, marks, workers=workers)
+    smaller = reduce_embedding(rows, order, tables, workers=workers)
     divergences = torch.zeros(EMBEDDING_PROBES, dtype=torch.float64, device=machine.device)
     if last:
         reduced = expanded(smaller, embedding.shape[1], machine.device)
@@ -92,7 +95,7 @@ def profile_embedding(
     workers.sum_(divergences)  # zeros from all but the one whose probe it is
     mean = sum(divergences.tolist()) / min(EMBEDDING_PROBES, text.num_sequences)
     sensitivity = torch.tensor([max(0.0, mean) / max(lost, MIN_EMBEDDING_ERROR)], dtype=torch.float64)
-    return _tensors(gram.cpu(), probabilities.cpu(), errors, sensitivity)
+    return _tensors(gram.cpu(), probabilities.cpu(), order, errors, sensitivity)
 
 
 def _read_by_head(

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from oneshot import OneshotError
 from oneshot.architecture import TableShape
-from oneshot.compression.embedding import expanded, range_errors, reduce_embedding
+from oneshot.compression.embedding import PLACES, TokenRows, expanded, order_of_tokens, range_errors, reduce_embedding
 from oneshot.evaluation import load_model
 from oneshot.export.modeling_oneshot import OneshotEmbedding, OneshotTiedHead
 from oneshot.linalg.low_rank import ROOT_DAMPING
@@ -54,7 +54,7 @@ def singular_values(embedding: Any, gram: Any, probabilities: Any) -> tuple[np.n
 @given(vocabulary=st.integers(1, 200), width=st.integers(2, 12), seed=st.integers(0, 10**6))
 def test_errors_equal_the_singular_values_beyond_each_rank(vocabulary: int, width: int, seed: int) -> None:
     embedding, gram, probabilities = problem(vocabulary, width, seed)
-    errors = range_errors(embedding, gram, probabilities)
+    errors = range_errors(TokenRows(embedding, gram, probabilities), torch.arange(len(embedding)))
     expected = np.zeros((len(errors), width + 1))
     for index, part in enumerate(vocabulary_ranges(vocabulary)):
         values, _ = singular_values(embedding[part].numpy(), gram.numpy(), probabilities[part].numpy())
@@ -68,7 +68,7 @@ def test_tables_and_maps_reach_these_errors(rank: int, seed: int) -> None:
     """Against the singular values, below which no matrix of rank r can be."""
     embedding, gram, probabilities = problem(160, 8, seed)
     tables = tuple(TableShape(part.stop - part.start, rank) for part in vocabulary_ranges(160))
-    reduced = reduce_embedding(embedding.double(), gram, probabilities, tables)
+    reduced = reduce_embedding(TokenRows(embedding.double(), gram, probabilities), torch.arange(160), tables)
     found = expanded(reduced, 8)
     for index, part in enumerate(vocabulary_ranges(160)):
         rows, weights = embedding[part].double().numpy(), probabilities[part].numpy()
@@ -101,13 +101,15 @@ def test_marks_keep_their_rows_and_the_others_what_is_left(rank: int, seed: int,
     """Against NumPy: the least error of rows whose directions are free outside of the marks' span."""
     width, marks = 12, data.draw(st.lists(st.integers(0, 19), min_size=1, max_size=3, unique=True))
     embedding, gram, probabilities = problem(160, width, seed)
-    errors = range_errors(embedding.double(), gram, probabilities, marks)
+    errors = range_errors(TokenRows(embedding.double(), gram, probabilities, marks), torch.arange(160))
     assert errors[0, 1 : len(marks)].isinf().all()
     assert errors[0, len(marks) :].isfinite().all()
     assert errors[1:].isfinite().all()
     assert errors[:, 0].sum() == pytest.approx(1)
     tables = tuple(TableShape(20, rank) for _ in vocabulary_ranges(160))
-    found = expanded(reduce_embedding(embedding.double(), gram, probabilities, tables, marks), width)
+    found = expanded(
+        reduce_embedding(TokenRows(embedding.double(), gram, probabilities, marks), torch.arange(160), tables), width
+    )
     torch.testing.assert_close(found[marks], embedding[marks].double(), rtol=0, atol=1e-9)
     part = vocabulary_ranges(160)[0]
     weighing = (gram.numpy(), probabilities[part].numpy())
@@ -127,11 +129,43 @@ def test_marks_that_are_alike_take_one_direction_and_marks_without_a_row_none() 
     embedding, gram, probabilities = problem(1600, 32, 0)
     embedding[1] = 2 * embedding[0]
     embedding[2:9] = 0
-    errors = range_errors(embedding, gram, probabilities, marks=range(9))
+    errors = range_errors(TokenRows(embedding, gram, probabilities, range(9)), torch.arange(1600))
     assert errors.isfinite().all()
-    many = range_errors(embedding, gram, probabilities, marks=range(50))
+    many = range_errors(TokenRows(embedding, gram, probabilities, range(50)), torch.arange(1600))
     assert many[0, 1:-1].isinf().all()
     assert smaller_tables(many, 1600, 0.8)[0].rank == 32  # the whole range stays
+
+
+def weighted_error(rows: TokenRows, order: torch.Tensor, share: float) -> float:
+    """Return the least error of ranks that leave this share of the embedding."""
+    errors = range_errors(rows, order)
+    tables = smaller_tables(errors, len(order), share)
+    return sum(float(errors[index, table.rank]) for index, table in enumerate(tables))
+
+
+@pytest.mark.parametrize("marks", [(), (7, 900, 1599), range(900)])
+def test_tokens_move_to_ranges_that_hold_them(marks: Any) -> None:
+    """Rows of two kinds that alternate have half the rank once each kind has ranges of its own."""
+    generator = torch.Generator().manual_seed(0)
+    bases = torch.linalg.qr(torch.randn(32, 32, generator=generator)).Q.view(32, 2, 16)
+    embedding = torch.stack([torch.randn(800, 16, generator=generator) @ bases[:, kind].T for kind in (0, 1)], dim=1)
+    _, gram, probabilities = problem(1600, 32, 0)
+    rows = TokenRows(embedding.view(1600, 32), gram, probabilities, marks)
+    order = order_of_tokens(rows)
+    assert order.sort().values.tolist() == list(range(1600))
+    if len(marks) <= 200:
+        assert set(marks) <= set(order[:200].tolist()), "marks are in the range of the highest rank"
+    before = weighted_error(rows, torch.arange(1600), 0.7)
+    assert weighted_error(rows, order, 0.7) < (0.3 if len(marks) < 10 else 1) * before + 1e-12
+    reduced = reduce_embedding(rows, order, smaller_tables(range_errors(rows, order), 1600, 0.7))
+    found = expanded(reduced, 32)
+    assert torch.equal(order[reduced[PLACES]], torch.arange(1600))
+    torch.testing.assert_close(found[list(marks)], rows.embedding[list(marks)], rtol=0, atol=1e-5)
+
+
+def test_tokens_stay_where_all_ranges_are_alike() -> None:
+    embedding, gram, probabilities = problem(4, 8, 0)
+    assert order_of_tokens(TokenRows(embedding, gram, probabilities)).tolist() == [0, 1, 2, 3]
 
 
 def test_the_modelling_file_equals_the_expanded_embedding() -> None:
@@ -140,7 +174,8 @@ def test_the_modelling_file_equals_the_expanded_embedding() -> None:
         TableShape(part.stop - part.start, rank)
         for part, rank in zip(vocabulary_ranges(100), (16, 3, 16, 5, 1, 2, 16, 4), strict=True)
     )
-    reduced = reduce_embedding(embedding, gram, probabilities, tables)
+    order = torch.randperm(100, generator=torch.Generator().manual_seed(0))
+    reduced = reduce_embedding(TokenRows(embedding, gram, probabilities), order, tables)
     module = OneshotEmbedding([{"rows": table.rows, "rank": table.rank} for table in tables], 16)
     module.load_state_dict({name.removeprefix("model.embed_tokens."): value for name, value in reduced.items()})
     whole, ids, states = expanded(reduced, 16), torch.arange(100).view(4, 25), torch.randn(2, 3, 16)
@@ -216,7 +251,13 @@ def test_a_profile_has_the_costs_of_the_embedding(rarely_wide: Path, make_config
     folder = tmp_path / "profile"
     found = profile(make_config(rarely_wide, output=str(folder), sparsity=0.0))
     again = load_profile(folder)
-    for name in ("embedding_gram", "embedding_probabilities", "embedding_errors", "embedding_sensitivity"):
+    for name in (
+        "embedding_gram",
+        "embedding_probabilities",
+        "embedding_order",
+        "embedding_errors",
+        "embedding_sensitivity",
+    ):
         assert torch.equal(getattr(found, name), getattr(again, name))
     assert float(found.embedding_probabilities.sum()) == pytest.approx(1.0, abs=1e-4)
     assert float(found.embedding_sensitivity) >= 0
@@ -238,9 +279,9 @@ def test_the_sensitivity_equals_the_divergence_of_the_whole_model(
     dense, reduced = (AutoModelForCausalLM.from_pretrained(checkpoint).eval() for _ in range(2))
     weight = reduced.get_input_embeddings().weight
     tables, lost = embedding_probe(found.embedding_errors, VOCABULARY)
-    evidence = found.embedding_gram, found.embedding_probabilities
     marks = special_tokens(load_tokenizer(checkpoint), VOCABULARY)
-    weight.data = expanded(reduce_embedding(weight.data, *evidence, tables, marks), HIDDEN)
+    rows = TokenRows(weight.data, found.embedding_gram, found.embedding_probabilities, marks)
+    weight.data = expanded(reduce_embedding(rows, found.embedding_order, tables), HIDDEN)
     text = calibration_tokens(config)
     probes = text[:EMBEDDING_PROBES]
     with torch.no_grad():

@@ -60,7 +60,10 @@ class TableMap(Coordinates):
 
 
 class Embedding(nn.Module):
-    """Ranges of the vocabulary, each a table of its own rank, with a map to the full width where that is more."""
+    """Ranges of the vocabulary, each a table of its own rank, with a map to the full width where that is more.
+
+    `places` says where in all tables each token is.
+    """
 
     def __init__(self, ranges: list[dict[str, int]], width: int) -> None:
         super().__init__()
@@ -70,14 +73,16 @@ class Embedding(nn.Module):
             [VocabParallelEmbedding(rows, rank) for rows, rank in zip(self.rows, ranks, strict=True)]
         )
         self.maps: Any = nn.ModuleList([TableMap(width, rank) if rank < width else nn.Identity() for rank in ranks])
+        self.places: torch.Tensor
+        self.register_buffer("places", torch.arange(sum(self.rows)))
         self.logits_of_range: Any = nn.ModuleList([LogitsProcessor(rows) for rows in self.rows])
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Tokens `(n,)` -> their embeddings `(n, width)`."""
-        start = 0
+        start, places = 0, self.places[tokens]
         embedded: Any = None
         for rows, table, to_width in zip(self.rows, self.tables, self.maps, strict=True):
-            number = tokens - start
+            number = places - start
             found = table(number.clamp(0, rows - 1))
             if isinstance(to_width, TableMap):
                 found = to_width.expand(found)
@@ -92,4 +97,4 @@ class Embedding(nn.Module):
             logits(table, read(states))
             for logits, table, read in zip(self.logits_of_range, self.tables, self.maps, strict=True)
         ]
-        return None if any(part is None for part in parts) else torch.cat(parts, dim=-1)
+        return None if any(part is None for part in parts) else torch.cat(parts, dim=-1).index_select(-1, self.places)

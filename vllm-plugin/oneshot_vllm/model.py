@@ -35,7 +35,7 @@ MERGED_FROM = {
 }
 
 STREAM = "stream"  # what a stage of a pipeline passes on
-STORED_BUFFERS = (".columns", ".rotary_pairs")  # others are vLLM's
+STORED_BUFFERS = (".columns", ".places", ".rotary_pairs")  # others are vLLM's
 
 
 @support_torch_compile
