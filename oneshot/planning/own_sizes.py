@@ -61,11 +61,13 @@ def with_own_sizes(problem: Problem, plan: Plan) -> Plan:
     grid, budget, total = problem.grid, problem.budget, problem.measure(plan)
     # 1. What every sublayer of every layer, and every range of the vocabulary, may be
     sublayers, tables = _sublayer_items(problem, plan), _table_items(problem, plan)
-    items = [*sublayers.values(), *tables]
-    # 2. One option of each
-    chosen = least_damage([item.damages for item in items], [item.costs for item in items], budget.target - total)
-    if chosen is None:
-        raise OutOfReachError(budget, total + sum(float(item.costs.min()) for item in items))
+    halves, left = [*sublayers.values()], budget.target - total
+    # 2. One option of each; an embedding that stays needs no places of tokens
+    several = [halves, [*halves, *tables]] if tables else [halves]
+    found = [(items, chosen) for items in several if (chosen := _chosen(items, left)) is not None]
+    if not found:
+        raise OutOfReachError(budget, total + sum(float(item.costs.min()) for item in several[-1]))
+    items, chosen = min(found, key=lambda one: _damage(*one))
     members = [item.members(option) for item, option in zip(items, chosen, strict=True)]
     # 3. The plan that states them
     layers = list(plan.layers)
@@ -73,9 +75,18 @@ def with_own_sizes(problem: Problem, plan: Plan) -> Plan:
         layers[layer] = replace(layers[layer], **reduce(dict.__or__, of_choices))
     if not any(layers[layer].num_attention_heads for layer in plan.kept_layers if grid.family.attends(layer)):
         raise PlanError("The target leaves no attention in any layer; ask for a smaller --sparsity.")
-    ranges = tuple(table for [table] in members[len(sublayers) :])
-    whole = tuple(item.choices[0][-1] for item in tables)
-    return replace(plan, layers=tuple(layers), embedding=() if ranges == whole else ranges)
+    ranges = tuple(table for [table] in members[len(halves) :])
+    return replace(plan, layers=tuple(layers), embedding=ranges)
+
+
+def _damage(items: Sequence[Item], chosen: Sequence[int]) -> float:
+    """Return the sum of what the chosen options lose."""
+    return sum(float(item.damages[option]) for item, option in zip(items, chosen, strict=True))
+
+
+def _chosen(items: Sequence[Item], budget: float) -> list[int] | None:
+    """Return one option of each item with the least damage within a budget; None if there is none."""
+    return least_damage([item.damages for item in items], [item.costs for item in items], budget)
 
 
 def _sublayer_items(problem: Problem, plan: Plan) -> dict[tuple[int, Half], Item]:

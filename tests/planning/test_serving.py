@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig
 
 from oneshot.architecture import RANKED_KINDS, ExpertSizes, ModelShape
 from oneshot.config import Config, Target
@@ -31,7 +32,10 @@ def shape_with(**sizes: int) -> ModelShape:
 
 
 def grid_for(serve: str, form: Any = None, **sizes: int) -> Grid:
-    model: Any = SimpleNamespace(family=LLAMA, shape=shape_with(**sizes))
+    shape = shape_with(**sizes)
+    config = LlamaConfig(hidden_size=HIDDEN, num_attention_heads=HEADS, num_key_value_heads=GROUPS, head_dim=HEAD)
+    checkpoint = SimpleNamespace(config=config.to_dict())
+    model: Any = SimpleNamespace(family=LLAMA, shape=shape, checkpoint=checkpoint)
     grid: Grid = (form or PerLayerForm()).grid(model)
     return Grid(**vars(grid) | {"serving": Serving.of(serve)})
 

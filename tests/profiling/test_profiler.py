@@ -476,7 +476,7 @@ def test_per_layer_sizes_are_the_best_of_all(seed: int, share: float, unit: Any)
     tables = [(8,) * 6 + pair for pair in itertools.product(ranks, ranks)]
     embeddings = [tuple(TableShape(10, rank) for rank in each) for each in tables]
     of_layers = [replace(whole, layers=pair) for pair in itertools.product(layers, layers)]
-    of_tables = [replace(whole, embedding=each) for each in embeddings]  # both add up
+    of_tables = [replace(whole, embedding=each) for each in embeddings[:-1]] + [whole]  # both add up
     stored, lost = (
         np.add.outer(*([count(plan) for plan in plans] for plans in (of_layers, of_tables))) - count(whole)
         for count in (lambda plan: grid.stack(plan).stored_parameters(), lambda plan: predicted_damage(plan, damages))
