@@ -47,7 +47,7 @@ FFN, HEADS, LAYER, SUBLAYER, INNER, RANK = "ffn", "heads", "layer", "sublayer", 
 
 
 def grid_of(form: str, shape: ModelShape = TIED) -> Grid:
-    checkpoint = SimpleNamespace(config={})
+    checkpoint = SimpleNamespace(config={"model_type": "llama", "hidden_size": shape.hidden_size, "rms_norm_eps": 1e-6})
     model: Any = SimpleNamespace(family=OPT if shape.layer_norms else LLAMA, shape=shape, checkpoint=checkpoint)
     return FORMS[form].grid(model)  # type: ignore[index]
 

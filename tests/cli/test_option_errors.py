@@ -66,7 +66,7 @@ def test_options_out_of_range(
 
 def test_a_size_that_the_form_cannot_hold(make_checkpoint: MakeCheckpoint, fails: Fails) -> None:
     folder = make_checkpoint(groups=4, attention_bias=True)
-    fails(folder, "3 heads", "hidden size 32", recipe="stat", settings=["ffn=none"], sparsity=0.03)
+    fails(folder, "so far apart", "ask for --sparsity", recipe="stat", settings=["ffn=none"], sparsity=0.03)
 
 
 def test_a_target_out_of_reach_names_the_most_that_can_go(make_checkpoint: MakeCheckpoint, fails: Fails) -> None:

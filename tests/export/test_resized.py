@@ -204,7 +204,7 @@ def test_ranks_of_a_scaled_embedding(
 ) -> None:
     """The checkpoint opens, writes, is saved again, and is evaluated; its tables stand for one embedding."""
     folder = make_checkpoint(**RESIZED["gemma3_text"] | {"hidden": 48})
-    config = make_config(folder, form="per-layer", sparsity=0.3, heads="id")
+    config = make_config(folder, form="per-layer", sparsity=0.4, heads="id")
     report, output = compress(config), Path(config.output)
     model, tokens = load(output), torch.arange(3, 40).unsqueeze(0)
     stated = json.loads((output / "config.json").read_text())

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from oneshot.architecture import TableShape
 from oneshot.compression.correction import correct
-from oneshot.compression.embedding import expanded, range_errors, reduce_embedding
+from oneshot.compression.embedding import TokenRows, expanded, order_of_tokens, range_errors, reduce_embedding
 from oneshot.compression.inner_heads import (
     query_key_errors,
     query_key_subspaces,
@@ -173,11 +173,13 @@ def test_linears_of_low_rank(gram: Gram) -> None:
 
 @hostile
 def test_vocabularies_of_low_rank(gram: Gram) -> None:
-    embedding, probabilities = weight_of(64), torch.full((64,), 1 / 64)
-    errors = range_errors(embedding, gram.double(), probabilities)
-    assert_finite(errors)
+    rows = TokenRows(weight_of(64), gram.double(), torch.full((64,), 1 / 64), marks=(5, 60))
+    order = order_of_tokens(rows)
+    assert sorted(order.tolist()) == list(range(64))
+    errors = range_errors(rows, order)
+    assert_finite(errors[:, HALF:])
     tables = tuple(TableShape(64 // len(errors), HALF) for _ in errors)
-    reduced = reduce_embedding(embedding, gram.double(), probabilities, tables)
+    reduced = reduce_embedding(rows, order, tables)
     assert_finite(expanded(reduced, SIZE))
 
 

@@ -246,7 +246,7 @@ def test_a_run_tells_of_every_stage_that_it_predicted(
     ]
     assert max(p.done for p in told if p.stage == "layer 2/2") == 2 * config.text.num_tokens
     embedding = [p for p in told if p.stage == "ranks of the embedding"]
-    assert embedding[-1].done == embedding[-1].total == 2 + 3
+    assert embedding[-1].done == embedding[-1].total == 2 + 4
 
 
 def test_stages_that_several_sizes_share_are_counted_once(
