@@ -109,6 +109,17 @@ def problem_of(
     return Problem(grid, asked, Target(sparsity=0.1, round_to=round_to), Budget(target), damages)
 
 
+def alternate_(model: Any) -> Any:
+    """Give tokens with even and with odd numbers rows in other coordinates, and return the model.
+
+    So tokens move to ranges of their own kind where an embedding gets ranks.
+    """
+    rows = model.get_input_embeddings().weight.data
+    for kind in (0, 1):
+        rows[kind::2, kind::2] = 0
+    return model
+
+
 def silence(model: Any, *, attention: Sequence[int] = (), ffn: Sequence[int] = ()) -> None:
     """Let attention or the FFN of these layers of a Llama or an OPT add nothing to the residual stream."""
     layers = getattr(model.model, "decoder", model.model).layers

@@ -61,7 +61,7 @@ PLUGIN_CASES: dict[str, tuple[Sizes, Sizes, Callable[[Sizes], bool]]] = {
         lambda layer: layer["intermediate_size"] < 192 and not ranked(layer),
     ),
     "ranks of the embedding": (
-        {"tied": True, "vocabulary": 1000},
+        {"tied": True, "vocabulary": 4000},
         {"embedding": "auto", "sparsity": 0.3},
         ranked,
     ),

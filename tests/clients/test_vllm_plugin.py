@@ -8,7 +8,7 @@ import pytest
 from adapters import adapter_of_another, write_adapter
 from conftest import ask_vllm_together
 from engines import BY_LAYER, NEW_TOKENS, SHARED_LAYERS, SHARED_TENSORS, SIZES, Expected
-from factories import build_model, silence
+from factories import alternate_, build_model, silence
 from opened import PLUGIN_CASES
 
 from oneshot import Config
@@ -47,6 +47,8 @@ def answered(
     for name, (options, settings, _) in PLUGIN_CASES.items():
         model = build_model(**SIZES | options)
         silence(model, **IDLE.get(name, {}))
+        if settings.get("embedding") == "auto":
+            alternate_(model)
         source, output = save_model(model), folder / name.replace(" ", "-")
         compress(Config.of(str(source), str(output), form="per-layer", device="cpu", **text | BY_LAYER | settings))
         expected[name] = Expected(output, source)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from conftest import ask_vllm_together
 from engines import BY_LAYER, NEW_TOKENS, SHARED_LAYERS, SHARED_TENSORS, SIZES, Expected
+from factories import alternate_, build_model
 from families.cases import variants
 from opened import FEWER_HEADS, MIXTURES_BY_LAYER, NO_RANKS, OWN_NUMBERS, RESIZED_CASES, SHARED_EXPERTS
 from safetensors.torch import load_file, save_file
@@ -54,7 +55,10 @@ def older_result(result: Path, folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def answered(
-    make_checkpoint: Callable[..., Path], text_file: Path, tmp_path_factory: pytest.TempPathFactory
+    make_checkpoint: Callable[..., Path],
+    save_model: Callable[..., Path],
+    text_file: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, Answered]:
     """All cases in one process of vLLM, whose start takes longer than all answers."""
     folder, expected, requests = tmp_path_factory.mktemp("results"), {}, {}
@@ -62,7 +66,11 @@ def answered(
     cases = {name: (variants()[variant], settings) for name, (variant, settings) in CASES.items()} | MIXTURES_BY_LAYER
     for name, (options, settings) in cases.items():
         large_enough = {"head_dim": 32} if "head_dim" in options else {}  # for vLLM on a CPU
-        source, output = make_checkpoint(**SIZES | options | large_enough), folder / name.replace(" ", "-")
+        if name == RANKED_EMBEDDING:
+            source = save_model(alternate_(build_model(**SIZES | options | large_enough | {"vocabulary": 4000})))
+        else:
+            source = make_checkpoint(**SIZES | options | large_enough)
+        output = folder / name.replace(" ", "-")
         compress(Config.of(str(source), str(output), form="per-layer", device="cpu", **text | BY_LAYER | settings))
         expected[name] = Expected(output, source)
         requests[name] = {

@@ -105,7 +105,7 @@ def make_random(
         result = randomise(model_class(config_class.from_dict(config)), seed=3)
         generator = torch.Generator().manual_seed(0)
         for name, buffer in result.named_buffers():
-            if name.endswith(".columns"):
+            if name.endswith((".columns", ".places")):
                 buffer.copy_(torch.randperm(len(buffer), generator=generator))
         made[key] = save_model(result.eval())
         return made[key]
@@ -355,12 +355,18 @@ def column_twice(tensors: dict[str, torch.Tensor]) -> None:
     order[0] = order[1]
 
 
+def place_twice(tensors: dict[str, torch.Tensor]) -> None:
+    places = tensors["model.embed_tokens.places"]
+    places[0] = places[1]
+
+
 def further_layer(tensors: dict[str, torch.Tensor]) -> None:
     tensors["mtp.fc.weight"] = torch.ones(2, 2)
 
 
 TENSORS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], None], str]] = {
     "a column twice": (column_twice, r"up_read\.columns does not list every column once"),
+    "a place twice": (place_twice, r"embed_tokens\.places does not list every place once"),
     "a further layer": (further_layer, "because it has layers that predict tokens after the next one"),
 }
 
@@ -375,7 +381,9 @@ def test_tensors_that_do_not_fit_are_refused(name: str, make_random: MakeRandom,
     change(tensors)
     save_file(tensors, copy / "model.safetensors")
     with pytest.raises(CheckpointError, match=words):
-        identify(Checkpoint(copy)).read_layer(0)
+        model = identify(Checkpoint(copy))
+        model.read_layer(0)
+        model.read_embedding()
 
 
 @pytest.mark.parametrize("form", ["stock", "nemotron-nas"])
