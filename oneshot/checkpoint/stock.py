@@ -107,7 +107,7 @@ def reason_against_config(config: dict[str, Any]) -> str | None:
     from huggingface_hub.errors import StrictDataclassClassValidationError
 
     try:
-        stock_classes(config)[0].from_dict(with_floats(copy.deepcopy(config)))
+        stock_classes(config)[0].from_dict(with_floats(config))  # of a copy, which `with_floats` makes
     except StrictDataclassClassValidationError as error:
         return str(error.__cause__)
     return None

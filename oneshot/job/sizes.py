@@ -25,10 +25,10 @@ from oneshot.planning import (
     spread_hidden_sizes,
     within_loss,
 )
+from oneshot.profiling import marks_of
 from oneshot.report.mixture import verdict_record
 from oneshot.report.progress import ProgressBar
 from oneshot.run import budget_of, grid_of
-from oneshot.text import load_tokenizer, special_tokens
 
 logger = logging.getLogger(__name__)
 EMBEDDING = "embedding"  # the journal's name for a reduced embedding
@@ -112,9 +112,8 @@ def _plan_by_profile(job: Job, journal: Journal, types: OriginalTypes | None) ->
     if plan.embedding:
         run.tracker.step("reducing the embedding", brief=True)
         device, workers = run.machine.device, run.machine.workers
-        marks = special_tokens(load_tokenizer(run.model.checkpoint.folder), run.model.shape.vocab_size)
         evidence = measured.embedding_gram.to(device), measured.embedding_probabilities.to(device)
-        rows = TokenRows(run.model.read_embedding(), *evidence, marks)
+        rows = TokenRows(run.model.read_embedding(), *evidence, marks_of(run.model))
         reduced = reduce_embedding(rows, measured.embedding_order, plan.embedding, workers=workers)
         if workers.is_main:
             journal.save_tensors(EMBEDDING, reduced)

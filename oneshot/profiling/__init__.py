@@ -1,6 +1,7 @@
 """Profiles: what smaller sizes cost, measured in one dense pass; output curvature; and the latency of layers."""
 
 from oneshot.profiling.curvature import curvature_tokens, measure_curvature
+from oneshot.profiling.embedding import marks_of
 from oneshot.profiling.expert_ranking import ranking_lines
 from oneshot.profiling.files import (
     RANKING,

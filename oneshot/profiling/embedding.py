@@ -1,6 +1,6 @@
 """The cost of ranks of a tied embedding's vocabulary, and the effect of a reduced embedding on the output."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import torch
@@ -15,7 +15,7 @@ from oneshot.machine.transfer import Uploader
 from oneshot.planning import smaller_tables
 from oneshot.stream import OutputHead, States
 from oneshot.tensors import Tensors
-from oneshot.text import Text
+from oneshot.text import Text, load_tokenizer, special_tokens
 
 PROBE_SHARES = (3 / 5, 2 / 5, 1 / 5)  # of its parameters: large steps cost more per parameter than small ones
 EMBEDDING_PROBES = 8  # sequences: few places lose almost everything that is lost
@@ -33,6 +33,11 @@ def _tensors(*found: torch.Tensor) -> Tensors:
     return {f"embedding_{name}": tensor for name, tensor in zip(names, found, strict=True)}
 
 
+def marks_of(model: Model) -> list[int]:
+    """Return the tokens whose rows stay as they are (`special_tokens`)."""
+    return special_tokens(load_tokenizer(model.checkpoint.folder), model.shape.vocab_size)
+
+
 def embedding_steps(model: Model) -> int:
     """Return the steps of `profile_embedding`: states, order and ranks, every layer, and the output."""
     return model.shape.num_hidden_layers + 4
@@ -42,7 +47,6 @@ def profile_embedding(
     model: Model,
     states: States,
     text: Text,
-    marks: Sequence[int],
     layers: Callable[[], Iterable[Tensors]],
     *,
     curvature: Curvature | None,
@@ -53,7 +57,7 @@ def profile_embedding(
     What the output head reads is known only after the last layer, so a few sequences pass all `layers` again.
 
     Args:
-        text: the text of the states, of all workers. marks: tokens whose rows stay as they are.
+        text: the text of the states, of all workers.
         curvature: output curvature, which says what changes of the rows cost as inputs of the first layer; None if
             they count as rows of the output head alone.
         advance: is told of each of the `embedding_steps`.
@@ -67,7 +71,7 @@ def profile_embedding(
     advance(1)
     # 2. The order of the tokens, and what every rank of every range loses of the logits.
     embedding = model.read_embedding()
-    rows = TokenRows(embedding, gram, probabilities, marks)
+    rows = TokenRows(embedding, gram, probabilities, marks_of(model))
     order = order_of_tokens(rows, workers=workers)
     advance(1)
     errors = range_errors(rows, order, workers=workers)

@@ -15,7 +15,7 @@ from oneshot.profiling.profiler import LayerProfiler
 from oneshot.report.progress import ProgressBar, Tracker
 from oneshot.report.provenance import versions
 from oneshot.stream import read_ahead
-from oneshot.text import Text, load_tokenizer, special_tokens
+from oneshot.text import Text
 
 logger = logging.getLogger(__name__)
 
@@ -51,11 +51,10 @@ def make_profile(
         del tensors  # free before the next layer is waited for
     embedding = no_embedding_profile()
     if with_embedding:
-        marks = special_tokens(load_tokenizer(model.checkpoint.folder), model.shape.vocab_size)
         steps = embedding_steps(model)
         progress = ProgressBar(tracker, total=steps, stage="ranks of the embedding", unit="steps")
         embedding = profile_embedding(
-            *(model, profiler.states, profiler.text, marks, layers), curvature=curvature, advance=progress.advance
+            *(model, profiler.states, profiler.text, layers), curvature=curvature, advance=progress.advance
         )
     tracker.step("comparing outputs", brief=True)
     origin = ProfileOrigin(

@@ -6,28 +6,27 @@ from typing import Any
 
 import pytest
 import torch
-from factories import MakeCheckpoint, MakeConfig
+from factories import MakeConfig
 from families.cases import CASES
-from wrapper_models import build_wrapper
 
 from oneshot.checkpoint import Checkpoint
 from oneshot.checkpoint.stock import reason_against_config, stock_config
 from oneshot.evaluation import load_model
 from oneshot.pipeline import compress, profile
 
-STRICT = ("gemma2", "gemma3_text", "arcee", "cwm", "gemma3")
-ONE_GROUP = {"heads": 4, "groups": 1}  # beside a hidden size of 32, which three heads do not divide
+# four heads of one group, beside a hidden size of 32, which three of them do not divide
+ONE_GROUP = {"heads": 4, "groups": 1}
+STRICT: dict[str, dict[str, int]] = dict.fromkeys(("gemma2", "gemma3_text", "arcee", "cwm"), ONE_GROUP)
+STRICT["gemma3"] = {"num_key_value_heads": 1}  # as its text config names it
 
 
 @pytest.fixture
-def strict(make_checkpoint: MakeCheckpoint, save_model: Callable[[Any], Path]) -> Callable[[str], Path]:
+def strict(save_model: Callable[[Any], Path]) -> Callable[[str], Path]:
     """Return what makes a checkpoint of a family."""
 
     def make(family: str) -> Path:
-        if family == "gemma3":
-            return save_model(build_wrapper(family, num_key_value_heads=1))
-        options: dict[str, Any] = CASES[family].options | ONE_GROUP
-        return make_checkpoint(**options)
+        case = CASES[family]
+        return save_model(case.build(**case.options | STRICT[family]))
 
     return make
 
