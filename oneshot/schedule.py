@@ -177,7 +177,7 @@ def profile_schedule(grid: Grid, method: Method, kinds: Sequence[str] = PROBED_K
     whole = grid.family.reason_against("embedding ranks") is not None
     return Schedule(
         profiled_kinds=tuple(kinds),
-        profiles_embedding=grid.shape.tied and not grid.shape.layer_norms and not whole,
+        profiles_embedding=(grid.shape.tied or method.weighs_output) and not grid.shape.layer_norms and not whole,
         weighs_output=method.weighs_output,
         measures_curvature=method.weighs_output,
     )

@@ -1,6 +1,7 @@
 """The schedule: one function decides the stages, streams and profiled kinds of a run, and the run follows it."""
 
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, get_args
 
@@ -11,7 +12,7 @@ from oneshot import Config, Target
 from oneshot.architecture import ModelShape
 from oneshot.compression import find_subspaces
 from oneshot.compression import layer as layer_module
-from oneshot.errors import OneshotError
+from oneshot.errors import OneshotError, PlanError
 from oneshot.export import FORMS
 from oneshot.families import LLAMA
 from oneshot.families.opt import OPT
@@ -241,14 +242,28 @@ def test_a_given_profile_only_removes_the_profiled_kinds(
     assert schedule.may_rank_embedding == expected.get("profiles_embedding", False)
 
 
-@pytest.mark.parametrize(("shape", "ranked"), [(TIED, True), (UNTIED, False), (OPT_SHAPE, False)], ids=str)
-def test_only_a_tied_embedding_without_layer_norms_is_profiled(shape: ModelShape, ranked: bool) -> None:
-    schedule, _ = schedule_of("per-layer", "oneshot", shape=shape, sparsity=0.1)
+@pytest.mark.parametrize(
+    ("shape", "curvature"), itertools.product((TIED, UNTIED, OPT_SHAPE), ("fisher", "none")), ids=str
+)
+def test_an_embedding_beside_rms_norms_is_profiled_if_its_price_is_known(shape: ModelShape, curvature: str) -> None:
+    """The price is of the output head that the embedding is, or else of output curvature."""
+    ranked = not shape.layer_norms and (shape.tied or curvature == "fisher")
+    given = {} if shape.layer_norms else {"curvature": curvature}
+    schedule, _ = schedule_of("per-layer", "oneshot", shape=shape, sparsity=0.1, **given)
     assert schedule.profiles_embedding == ranked
     assert schedule.profiled_kinds == ((FFN, RANK) if shape.gated else (FFN,))
-    alone = profile_schedule(grid_of("stock", shape), find_recipe("oneshot"))
-    assert alone == Schedule(profiled_kinds=(FFN, HEADS, LAYER, SUBLAYER, INNER, RANK), profiles_embedding=ranked)
+    alone = profile_schedule(grid_of("stock", shape), replace(find_recipe("oneshot"), curvature=curvature))
+    assert alone.profiles_embedding == ranked
+    assert alone.profiled_kinds == (FFN, HEADS, LAYER, SUBLAYER, INNER, RANK)
     assert alone.reads_text
+
+
+def test_ranks_of_an_embedding_beside_a_head_need_output_curvature() -> None:
+    asked: dict[str, Any] = {"shape": UNTIED, "sparsity": 0.1, "embedding": "low-rank"}
+    assert schedule_of("per-layer", "oneshot", **asked)[0].profiles_embedding
+    for other in ({"curvature": "none"}, {"ranks": "none"}):
+        with pytest.raises(PlanError, match="needs output curvature; add --set curvature=fisher, or leave it out"):
+            schedule_of("per-layer", "oneshot", **asked, **other)
 
 
 def test_combinations_of_selectors_and_corrections() -> None:

@@ -169,8 +169,8 @@ class TableShape:
 
     def parameters(self, width: int) -> int:
         """Return the stored parameters of the range of an embedding of this width."""
-        return self.rows * (self.rank + 1) + ((width - self.rank) * self.rank + width if self.rank < width else 0)
+        return self.rows * (self.rank + 1) + (self.map_parameters(width) + width if self.rank < width else 0)
 
-    def active_parameters(self, width: int) -> int:
-        """Return the parameters that a token passes: of the output head, and of the matrix once more in the input."""
-        return self.rows * self.rank + 2 * (width - self.rank) * self.rank
+    def map_parameters(self, width: int) -> int:
+        """Return the parameters of the matrix, which every token passes."""
+        return (width - self.rank) * self.rank

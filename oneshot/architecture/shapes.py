@@ -14,7 +14,7 @@ class StackShape:
 
     `head` says where the output head comes from: `own` weights, the `tied` embedding, the tied embedding after a
     matrix from the last subspace to the embedding's (`mapped`), or `none`. `num_positions`, `num_token_types`: rows of
-    learned embeddings of these. `embedding`: ranges of a tied embedding's vocabulary with their own ranks; empty for a
+    learned embeddings of these. `embedding`: ranges of the embedding's vocabulary with their own ranks; empty for a
     whole table. `final_norm`: a norm follows the last layer. `output_size`: a linear follows it that leads back to so
     many coordinates; 0 for none. `table_width`: columns of the token embedding and of the head if linears lead from
     there to the hidden size and back; 0 without such linears. `further_parameters`: of what is kept as it is, such as
@@ -84,13 +84,12 @@ class StackShape:
         linears = sum(layer.active_parameters() for layer in self.layers) + self.output_size * self.final_size
         linears += self.table_width * (self.embedding_size + self.final_size)
         mapped = self.head == "mapped"
-        head = (
-            self.vocab_size * (self.table_width or self.final_size) if self.head == "own" else self._table_parameters()
-        )
-        if self.embedding:
-            head = sum(table.active_parameters(self.embedding_size) for table in self.embedding)
-        if self.head == "none":
-            head = 0
+        head = 0
+        if self.head == "own":
+            head = self.vocab_size * (self.table_width or self.final_size)
+        elif self.head != "none":
+            head = self._head_parameters_of_table()
+        head += sum(table.map_parameters(self.embedding_size) for table in self.embedding)
         return 2 * (linears + head + mapped * self.embedding_size * (self.output_size or self.final_size))
 
     def layer_flops_per_token(self, context: float) -> float:
@@ -107,6 +106,13 @@ class StackShape:
         if not self.embedding:
             return self.vocab_size * (self.table_width or self.embedding_size)
         return sum(table.parameters(self.embedding_size) for table in self.embedding)
+
+    def _head_parameters_of_table(self) -> int:
+        """Return the parameters that a token passes in an output head that is the embedding."""
+        if not self.embedding:
+            return self._table_parameters()
+        width = self.embedding_size
+        return sum(table.rows * table.rank + table.map_parameters(width) for table in self.embedding)
 
     def kv_bytes_per_token(self, bytes_per_value: int = 2) -> int:
         """Return the bytes that one token takes in the KV cache (by default of 16-bit values); 0 without a cache.

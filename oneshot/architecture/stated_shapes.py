@@ -17,10 +17,11 @@ def per_layer_shape(config: dict[str, Any]) -> StackShape:
     """Return the sizes that the config.json of a per-layer checkpoint states."""
     names = {field.name for field in fields(LayerShape)} - set(NOT_IN_LAYERS)
     embedding = tuple(TableShape(**table) for table in config.get("embedding") or ())
+    ties = config["tie_word_embeddings"] or (embedding and not config.get("own_head"))
     return StackShape(
         tuple(LayerShape(**{name: layer[name] for name in names & layer.keys()}) for layer in config["layers"]),
         config["vocab_size"],
-        "mapped" if config["head_map"] else "tied" if config["tie_word_embeddings"] or embedding else "own",
+        "mapped" if config["head_map"] else "tied" if ties else "own",
         head_bias=config["head_bias"],
         num_positions=config["num_positions"],
         embedding=embedding,

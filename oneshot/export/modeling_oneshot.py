@@ -37,9 +37,9 @@ class OneshotConfig(LlamaConfig):
     hidden size that norms divide by, which is the dense model's. `head_dim` is the size of its queries and
     keys. `head_map`: the tied output head reads the last hidden state through a matrix. `num_positions`: rows of a
     learned position embedding, 0 for rotary positions. `embedding`: the rows and the rank of every range of the
-    vocabulary, None for one table of full width. `centred_embedding`: embedded tokens lose their mean, as the family's
-    LayerNorms would take it from them; it stays in the tied output head. `residual_dropout`: what a training step drops
-    of the output of every sublayer.
+    vocabulary, None for one table of full width. `own_head`: the output head is not these ranges.
+    `centred_embedding`: embedded tokens lose their mean, as the family's LayerNorms would take it from them; it stays
+    in the tied output head. `residual_dropout`: what a training step drops of the output of every sublayer.
     """
 
     model_type = "oneshot"
@@ -50,6 +50,7 @@ class OneshotConfig(LlamaConfig):
     head_bias: bool = False
     num_positions: int = 0
     embedding: list[dict] | None = None
+    own_head: bool = False
     centred_embedding: bool = False
     residual_dropout: float | int = 0.0
 
@@ -462,6 +463,9 @@ class OneshotVocabulary:
         embedding = model.get_input_embeddings()
         if more:
             embedding.grow_(more)
+            head = model.get_output_embeddings()
+            if isinstance(head, nn.Linear):
+                model.set_output_embeddings(model._get_resized_lm_head(head, size + more, mean_resizing=mean_resizing))
             *before, last = listed
             setattr(model.config, self.ranges, [*before, last | {"rows": last["rows"] + more}])
             model.config.vocab_size = model.vocab_size = model.base_model.vocab_size = size + more
@@ -514,7 +518,7 @@ class OneshotForCausalLM(OneshotVocabulary, LlamaForCausalLM):
         assert config.layers is not None
         width = config.layers[0 if config.head_map else -1]["hidden_size" if config.head_map else "output_size"]
         self.lm_head: nn.Module
-        if config.embedding is None:
+        if config.embedding is None or config.own_head:
             self.lm_head = nn.Linear(width, config.vocab_size, bias=config.head_bias)
         else:
             self.lm_head = OneshotTiedHead(self.model)

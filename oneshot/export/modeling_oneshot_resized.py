@@ -130,7 +130,7 @@ def _resized(stock: Any) -> type:
                 scale = float(getattr(old, "scalar_embed_scale", 1.0))
                 width = old.embedding_dim
                 stack.embed_tokens = OneshotScaledEmbedding(config.embedding_ranges, width, scale)
-                if stack is not self:
+                if stack is not self and config.sizes["head"] != "own":
                     self.lm_head = OneshotTiedHead(stack)
 
         @torch.no_grad()

@@ -80,6 +80,7 @@ def per_layer_config(config: dict[str, Any], shape: ModelShape, stack: StackShap
             "norm_width": shape.hidden_size,
             "layers": [_stored(layer) for layer in stack.layers],
         }
+        | ({"own_head": True} if stack.embedding and stack.head == "own" else {})
         | ({"centred_embedding": True} if shape.layer_norms and stack.head == "tied" else {})
         | different_sizes(stack)
     )

@@ -50,7 +50,8 @@ class ResizedForm(StockForm):
             layers_differ=True,
             heads_differ=splits_heads and family.reason_against("heads") is None,
             ranks=not family.stack.fused,
-            embedding_ranks=family.stack.embedding == EMBEDDING,
+            # engines give layers for further tokens the whole table
+            embedding_ranks=family.stack.embedding == EMBEDDING and not _makes_further(model),
         )
 
     def layer(self, model: Model, number: int, tensors: Tensors) -> Tensors:

@@ -242,7 +242,8 @@ class Job:
         if better is None:
             return
         share = 1 - run.grid.stack(self.plan).stored_parameters() / run.dense.stored_parameters()
-        if not grid_of(better, run.model, run.config.target).ranks_embedding:  # as in no model that was measured
+        ranks = grid_of(better, run.model, run.config.target).ranks_embedding
+        if not (ranks and run.model.shape.tied):  # as in no model that was measured
             known = "which also shrinks other linears, usually loses less"
         elif share > MEASURED_SHARE:
             known = (

@@ -65,9 +65,9 @@ class Profile:
         block_influence: `(layers,)`: one minus the mean cosine of the layer's input and output (ShortGPT equation 1).
         ffn_fluctuation: `(layers, n)`: variance of every neuron's activation, times its squared norm in the output
             linear.
-        embedding_gram: `(D, D)`: what a change of a row costs as a row of the output head, the mean `h hᵀ` of what the
-            head reads, and with output curvature also as the input of the first layer (`profiling.embedding`).
-            `embedding_*` are empty if the output head is not the embedding, or its sensitivity was not measured.
+        embedding_gram: `(D, D)`: what a change of a row costs as a row of a tied output head, the mean `h hᵀ` of what
+            it reads, and with output curvature also as the input of the first layer (`profiling.embedding`).
+            `embedding_*` are empty if its sensitivity was not measured.
         embedding_probabilities: `(N,)`: how often each token is predicted.
         embedding_order: `(N,)` int64: the tokens in the order in which they are cut into ranges of the vocabulary.
         embedding_errors: `(ranges, D + 1)`: what rank r of a range of the vocabulary loses of the logits, for every r

@@ -87,9 +87,12 @@ class Grid:
 
     @property
     def ranks_embedding(self) -> bool:
-        """Return whether this model's embedding can have ranks: the output head must be the embedding."""
-        can = self.family.reason_against("embedding ranks") is None
-        return can and self.embedding_ranks and self.shape.tied and not self.shape.layer_norms
+        """Return whether this model's embedding can have ranks.
+
+        What changes of its rows cost is known from the output head that it is, or else from output curvature.
+        """
+        can = self.family.reason_against("embedding ranks") is None and not self.shape.layer_norms
+        return can and self.embedding_ranks and (self.shape.tied or self.has_curvature)
 
     @property
     def has_ranks(self) -> bool:
@@ -269,6 +272,13 @@ class Grid:
         if method.curvature == AUTO:
             weighs = self.has_curvature and method.plans_ranks and method.may_weigh_output
             method = replace(method, curvature="fisher" if weighs else "none")
+        known = self.shape.tied or method.weighs_output
+        if method.embedding == "low-rank" and not known:
+            raise PlanError(
+                "--set embedding=low-rank beside an output head of its own needs output curvature; add "
+                "--set curvature=fisher, or leave it out."
+            )
         if method.embedding == AUTO:
-            method = replace(method, embedding="low-rank" if self.ranks_embedding and by_sensitivity else "none")
+            ranks = self.ranks_embedding and by_sensitivity and known
+            method = replace(method, embedding="low-rank" if ranks else "none")
         return method

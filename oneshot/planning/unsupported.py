@@ -64,7 +64,7 @@ def errors_against(grid: "Grid", method: Method, target: Target) -> list[Oneshot
             found.append(ConfigError(_needing(grid, option, ability, otherwise)))
     reason = grid.family.reason_against("embedding ranks")
     if method.embedding == "low-rank" and grid.embedding_ranks and not grid.ranks_embedding and reason is None:
-        found.append(PlanError("--set embedding=low-rank needs an output head that is the embedding; leave it out."))
+        found.append(PlanError("--set embedding=low-rank needs RMSNorms and an output head; leave it out."))
     if not method.allocates_by_form:
         found += errors_against_profile(grid, method)
     return found

@@ -1,4 +1,4 @@
-"""Ranks for the ranges of a tied embedding's vocabulary."""
+"""Ranks for the ranges of an embedding's vocabulary."""
 
 import numpy as np
 import torch

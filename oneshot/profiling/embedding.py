@@ -1,4 +1,4 @@
-"""The cost of ranks of a tied embedding's vocabulary, and the effect of a reduced embedding on the output."""
+"""The cost of ranks of an embedding's vocabulary, and the effect of a reduced embedding on the output."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -59,12 +59,14 @@ def profile_embedding(
     Args:
         text: the text of the states, of all workers.
         curvature: output curvature, which says what changes of the rows cost as inputs of the first layer; None if
-            they count as rows of the output head alone.
+            they count as rows of the output head alone. An embedding that is no output head needs it.
         advance: is told of each of the `embedding_steps`.
     """
     # 1. What the output head reads, what it costs if the first layer reads other rows, and how likely each token is.
     machine, workers, head = states.machine, states.machine.workers, states.builder.output_head()
     gram, probabilities, last, part = _read_by_head(model, states, head)
+    if not model.shape.tied:
+        gram.zero_()
     if curvature is not None:
         gram += model.family.stack.embedding_scale**2 * curvature.of_states(machine.device)
     gram = towards_diagonal(gram, shrinkage_on_other_text(len(gram), states.num_tokens))
@@ -91,7 +93,7 @@ def profile_embedding(
             for probe in probes.split(1):
                 probe.copy_(layer.run_all(probe))
             advance(1)
-        other = replace(head, weight=reduced.to(head.weight))
+        other = replace(head, weight=reduced.to(head.weight)) if model.shape.tied else head
         for number, state, probe in zip(range(part.start, part.stop), last, probes, strict=True):
             divergences[number] = other.divergence_from(head, state, probe).mean()
         advance(1)

@@ -22,8 +22,9 @@ IDLE: dict[str, dict[str, list[int]]] = {
 }
 
 ONE_KV_HEAD = "one KV head, ranks"
-TENSORS = ("ranks, biases", "ranks of the embedding", "sizes inside heads", ONE_KV_HEAD)  # also by two processes
-LAYERS = ("ranks, biases", "ranks of the embedding", "subspaces", "opt")
+EMBEDDINGS = "ranks of the embedding", "ranks beside a head"
+TENSORS = ("ranks, biases", *EMBEDDINGS, "sizes inside heads", ONE_KV_HEAD)  # also by two processes
+LAYERS = ("ranks, biases", *EMBEDDINGS, "subspaces", "opt")
 PROCESSES = {f"{name}, shared tensors": (name, SHARED_TENSORS) for name in TENSORS}
 PROCESSES["ranks, biases, shared by four"] = "ranks, biases", SHARED_TENSORS | {"tensor_parallel_size": 4}
 OF_ANOTHER = "the dense model's adapter"

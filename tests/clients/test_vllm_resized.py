@@ -20,9 +20,9 @@ Answered = tuple[Expected, Any]
 HYBRID = "a hybrid"
 TWO_PROCESSES, EXPERT_PARALLEL = "tensors of experts are shared", "whole experts are shared"
 RANKED, OLDER, STAGGERED = "gemma3_text", "names-of-older-tensors", "staggered"
-RANKED_EMBEDDING = "gemma3_text, ranks of the embedding"
+RANKED_EMBEDDINGS = {"gemma3_text, ranks of the embedding": True, "gemma3_text, ranks beside a head": False}  # tied
 PROCESSES = {f"{name}, shared tensors": (name, SHARED_TENSORS) for name in (RANKED, "phi", "qwen2_moe")}
-PROCESSES |= {f"{name}, shared layers": (name, SHARED_LAYERS) for name in (RANKED_EMBEDDING, "qwen2_moe")}
+PROCESSES |= {f"{name}, shared layers": (name, SHARED_LAYERS) for name in (*RANKED_EMBEDDINGS, "qwen2_moe")}
 PROCESSES[TWO_PROCESSES] = SHARED_EXPERTS, SHARED_TENSORS
 CASES = RESIZED_CASES | {HYBRID: ("falcon_h1", {"ranks": "none", "embedding": "none"})}
 
@@ -66,8 +66,9 @@ def answered(
     cases = {name: (variants()[variant], settings) for name, (variant, settings) in CASES.items()} | MIXTURES_BY_LAYER
     for name, (options, settings) in cases.items():
         large_enough = {"head_dim": 32} if "head_dim" in options else {}  # for vLLM on a CPU
-        if name == RANKED_EMBEDDING:
-            source = save_model(alternate_(build_model(**SIZES | options | large_enough | {"vocabulary": 4000})))
+        if name in RANKED_EMBEDDINGS:
+            larger = {"tied": RANKED_EMBEDDINGS[name], "vocabulary": 4000}
+            source = save_model(alternate_(build_model(**SIZES | options | large_enough | larger)))
         else:
             source = make_checkpoint(**SIZES | options | large_enough)
         output = folder / name.replace(" ", "-")

@@ -337,7 +337,7 @@ def test_an_interrupted_run_keeps_the_embedding(rarely_wide: Path, make_config: 
         ({}, True, "--form per-layer"),
         ({"form": "per-layer", "hidden": "pca", "hidden_size": 16}, True, "hidden=none"),
         ({"form": "per-layer", "allocation": "error"}, True, "allocation=sensitivity"),
-        ({"form": "per-layer"}, False, "--set embedding=low-rank"),
+        ({"form": "per-layer", "curvature": "none"}, False, "needs output curvature"),
     ],
 )
 def test_impossible_ranks_are_refused(

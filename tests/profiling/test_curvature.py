@@ -149,7 +149,7 @@ def test_every_decoder_has_it() -> None:
             continue
         family = FAMILIES[name]
         shape: Any = SimpleNamespace(gated=family.stack.feed_forward.is_gated, layer_norms=family.stack.centres)
-        model: Any = SimpleNamespace(family=family, shape=shape)
+        model: Any = SimpleNamespace(family=family, shape=shape, checkpoint=SimpleNamespace(beside=None))
         grid = form_of("per-layer", family).grid(model)
         assert grid.has_curvature, name
         if grid.has_ranks:

@@ -18,6 +18,7 @@ class OneshotConfig(LlamaConfig):
     head_bias: bool = False
     num_positions: int = 0
     embedding: list[dict] | None = None
+    own_head: bool = False
     centred_embedding: bool = False
     residual_dropout: float | int = 0.0
 

@@ -38,6 +38,11 @@ STREAM = "stream"  # what a stage of a pipeline passes on
 STORED_BUFFERS = (".columns", ".places", ".rotary_pairs")  # others are vLLM's
 
 
+def reads_ranges(config: OneshotConfig) -> bool:
+    """Return whether the output head is the embedding's ranges of the vocabulary."""
+    return config.embedding is not None and not config.own_head
+
+
 @support_torch_compile
 class OneshotModel(nn.Module):
     """The stack without its output head."""
@@ -50,7 +55,7 @@ class OneshotModel(nn.Module):
         first, last = sizes[0]["hidden_size"], sizes[-1]["output_size"]
         self.is_first, self.is_last = get_pp_group().is_first_rank, get_pp_group().is_last_rank
         self.centred = config.centred_embedding
-        reads_tables = self.is_first or (self.is_last and (config.embedding is not None or config.tie_word_embeddings))
+        reads_tables = self.is_first or (self.is_last and (reads_ranges(config) or config.tie_word_embeddings))
         self.embed_tokens: Any = PPMissingLayer()
         if reads_tables and config.embedding is None:
             self.embed_tokens = VocabParallelEmbedding(config.vocab_size, first)
@@ -116,9 +121,9 @@ class OneshotForCausalLM(nn.Module, SupportsLoRA, SupportsPP):
         self.config = config  # which vLLM's adapters ask for
         self.make_empty_intermediate_tensors = self.model.make_empty_intermediate_tensors
         self.lm_head: Any = None
-        if config.embedding is None and not self.model.is_last:
+        if not reads_ranges(config) and not self.model.is_last:
             self.lm_head = PPMissingLayer()
-        elif config.embedding is None:
+        elif not reads_ranges(config):
             width = config.layers[0]["hidden_size"] if config.head_map else config.layers[-1]["output_size"]
             self.lm_head = ParallelLMHead(config.vocab_size, width, bias=config.head_bias)
             if config.tie_word_embeddings:

@@ -70,7 +70,7 @@ def refuse_quantisation(vllm_config: VllmConfig) -> None:
             raise ValueError(
                 f"The checkpoint has {what}, which oneshot-vllm has not; quantise the result without that."
             )
-    if config.embedding is None and not is_ignored("lm_head", stated.get("ignore") or ()):
+    if (config.embedding is None or config.own_head) and not is_ignored("lm_head", stated.get("ignore") or ()):
         raise ValueError(
             "The checkpoint has a quantised output head, which oneshot-vllm has not; quantise the result with "
             "ignore=['lm_head']."

@@ -45,6 +45,11 @@ def read_by_all(read: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda x: read(tensor_model_parallel_all_gather(x))
 
 
+def reads_ranges(config: Any) -> bool:
+    """Return whether the output head is the embedding's ranges of the vocabulary."""
+    return config.embedding_ranges is not None and config.sizes["head"] != "own"
+
+
 class Resized:
     """What every class of this form has beside one of the backend: a family's own class, with its output head."""
 
@@ -52,7 +57,7 @@ class Resized:
         ResizedRefusals.verify_and_update_config(vllm_config)  # also if vLLM's table of configs was not asked
         config: Any = vllm_config.model_config.hf_config
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        if config.embedding_ranges is not None:
+        if reads_ranges(config):
             self.lm_head = None
         self.logits_processor = LogitsProcessor(
             config.vocab_size,
@@ -85,7 +90,7 @@ class Resized:
 
     def _get_tie_word_embeddings(self) -> bool:
         """Return whether the last stage of a pipeline also needs the embedding."""
-        return self.text_config.embedding_ranges is not None or super()._get_tie_word_embeddings()
+        return reads_ranges(self.text_config) or super()._get_tie_word_embeddings()
 
     def _vocab_embeddings(self) -> set[nn.Embedding]:
         return set() if self.text_config.embedding_ranges is not None else super()._vocab_embeddings()
