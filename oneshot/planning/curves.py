@@ -72,7 +72,7 @@ class Profile:
         embedding_order: `(N,)` int64: the tokens in the order in which they are cut into ranges of the vocabulary.
         embedding_errors: `(ranges, D + 1)`: what rank r of a range of the vocabulary loses of the logits, for every r
             (`embedding.range_errors`); the sum over ranges is one at rank 0; infinite for a forbidden rank.
-        embedding_sensitivity: `(1,)`: the divergence if only the embedding is reduced, per unit of these errors.
+        embedding_probes: `(probes, 2)`: these errors of a reduced embedding, and the divergence if only it is reduced.
         origin: the model, the text and the settings that it was measured with.
         expert_order: `(layers, E)`: experts from the most to the least needed; empty in profiles of older versions.
         expert_order_errors: `(layers, E)`: what is lost, in the unit of `expert_errors`, if only the experts before
@@ -103,7 +103,7 @@ class Profile:
     embedding_probabilities: torch.Tensor
     embedding_order: torch.Tensor
     embedding_errors: torch.Tensor
-    embedding_sensitivity: torch.Tensor
+    embedding_probes: torch.Tensor
     origin: ProfileOrigin
     expert_order: torch.Tensor = field(default_factory=_unknown)
     expert_order_errors: torch.Tensor = field(default_factory=_unknown)

@@ -1,12 +1,12 @@
 """The predicted cost of sizes, from a profile."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
 import torch
 
-from oneshot.architecture import RANKED_KINDS
+from oneshot.architecture import RANKED_KINDS, TableShape
 from oneshot.errors import CheckpointError
 from oneshot.method import Allocation
 from oneshot.planning.curves import Profile
@@ -27,9 +27,12 @@ Damages = dict[str, torch.Tensor]
 """The predicted loss of every size, in nats per token, as only sensitivities are; what is unknown has no entry.
 
 `ffn (layers, n + 1)`: of keeping k neurons. `heads (layers, units + 1)`: of k head units. `layers (layers,)`: of
-leaving out a whole layer. `embedding (ranges, D + 1)`: of rank r of a range of the vocabulary. The others are named by
-their field of a `LayerPlan`: `query_key_size`, `value_size (layers, h + 1)`, `num_experts (layers, E + 1)`, and the
-ranks of linears, `query_key_rank`, … `(layers, D + 1)`.
+leaving out a whole layer. The others are named by their field of a `LayerPlan`: `query_key_size`,
+`value_size (layers, h + 1)`, `num_experts (layers, E + 1)`, and the ranks of linears, `query_key_rank`, …
+`(layers, D + 1)`.
+
+`embedding (prices, ranges, D + 1)`: of rank r of a range of the vocabulary. An embedding costs the largest of the sums
+at all prices, because a large cut costs more for each error than a small one.
 """
 
 
@@ -65,7 +68,7 @@ def even_damages(grid: Grid, head_unit: RemovedUnit) -> Damages:
         "layers": torch.ones(layers, dtype=torch.float64),
     }
     if grid.ranks_embedding:
-        damages["embedding"] = even(shape.hidden_size).expand(len(vocabulary_ranges(shape.vocab_size)), -1)
+        damages["embedding"] = even(shape.hidden_size).expand(1, len(vocabulary_ranges(shape.vocab_size)), -1)
     if shape.experts is not None:
         damages["num_experts"] = even(shape.experts.count).expand(layers, -1)
     return damages | {f"{kind}_rank": even(shape.hidden_size).expand(layers, -1) for kind in RANKED_KINDS}
@@ -79,7 +82,7 @@ def sensitivity_damages(profile: Profile, _: Grid) -> Damages:
     damages = _weighted_errors(profile, profile.ffn_sensitivity, profile.head_sensitivity)
     damages["ffn"][:, 0], damages["heads"][:, 0] = profile.ffn_divergence, profile.head_divergence
     if len(profile.embedding_errors):
-        damages["embedding"] = EMBEDDING_CAUTION * profile.embedding_sensitivity * profile.embedding_errors
+        damages["embedding"] = EMBEDDING_CAUTION * embedding_damages(profile.embedding_probes, profile.embedding_errors)
     ranks = profile.stream_sensitivity.view(-1, 1, 1) * profile.rank_errors
     return damages | {
         "query_key_size": profile.query_key_sensitivity.unsqueeze(1) * profile.query_key_errors,
@@ -87,6 +90,29 @@ def sensitivity_damages(profile: Profile, _: Grid) -> Damages:
         "num_experts": CORRECTED_SHARE * profile.expert_sensitivity.unsqueeze(1) * profile.expert_errors,
         **{f"{kind}_rank": ranks[:, index] for index, kind in enumerate(RANKED_KINDS)},
     }
+
+
+def embedding_damages(probes: torch.Tensor, errors: torch.Tensor) -> torch.Tensor:
+    """Return what ranks of ranges cost by the slopes between measured probes, `(probes, ranges, D + 1)`, in nats.
+
+    The divergence as a function of the whole embedding's error is taken as a convex polyline through zero and the
+    probes: the largest of straight lines, whose offsets the ranges share equally.
+
+    Args:
+        probes: `(probes, 2)`: error and divergence of each. errors: `(ranges, D + 1)` (`range_errors`).
+    """
+    lines, slope, before = list[torch.Tensor](), TINY, (0.0, 0.0)
+    for error, divergence in probes.sort(dim=0).values.tolist():
+        slope = max(slope, (divergence - before[1]) / max(error - before[0], TINY))
+        lines.append(slope * errors + (before[1] - slope * before[0]) / len(errors))
+        before = error, before[1] + slope * (error - before[0])
+    return torch.stack(lines)
+
+
+def embedding_damage(tables: Sequence[TableShape], damages: torch.Tensor) -> float:
+    """Return what ranges of the vocabulary cost at these ranks, by `Damages["embedding"]`; 0 for a whole embedding."""
+    ranges, ranks = range(len(tables)), [table.rank for table in tables]
+    return float(damages[:, ranges, ranks].sum(1).max()) if tables else 0.0
 
 
 def error_damages(profile: Profile, _: Grid) -> Damages:
@@ -178,7 +204,7 @@ def is_priced(plan: Plan, damages: Damages) -> bool:
 
 def predicted_damage(plan: Plan, damages: Damages) -> float:
     """Return the sum of the damages of a plan's sizes."""
-    total = sum(float(damages["embedding"][index, table.rank]) for index, table in enumerate(plan.embedding))
+    total = embedding_damage(plan.embedding, damages["embedding"]) if plan.embedding else 0.0
     for layer, kept in enumerate(plan.layers):
         if kept.is_left_out:
             total += float(damages["layers"][layer])

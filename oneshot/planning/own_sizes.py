@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from oneshot.architecture import Attention, Experts, FeedForward, LayerShape, ModelShape
+from oneshot.architecture import Attention, Experts, FeedForward, LayerShape, ModelShape, TableShape
 from oneshot.errors import PlanError
 from oneshot.linalg.allocation import least_damage
 from oneshot.planning.budget import OutOfReachError
+from oneshot.planning.damages import embedding_damage
 from oneshot.planning.options import Fields, expert_counts, head_sizes, inner_sizes, rank_options
 from oneshot.planning.plan import Plan
 from oneshot.planning.problem import Problem
@@ -60,28 +61,37 @@ def with_own_sizes(problem: Problem, plan: Plan) -> Plan:
     """
     grid, budget, total = problem.grid, problem.budget, problem.measure(plan)
     # 1. What every sublayer of every layer, and every range of the vocabulary, may be
-    sublayers, tables = _sublayer_items(problem, plan), _table_items(problem, plan)
+    sublayers, prices = _sublayer_items(problem, plan), _table_items(problem, plan)
     halves, left = [*sublayers.values()], budget.target - total
-    # 2. One option of each; an embedding that stays needs no places of tokens
-    several = [halves, [*halves, *tables]] if tables else [halves]
+    # 2. One option of each, at every price of the embedding; one that stays needs no places of tokens
+    several = [halves, *([*halves, *tables] for tables in prices)]
     found = [(items, chosen) for items in several if (chosen := _chosen(items, left)) is not None]
     if not found:
         raise OutOfReachError(budget, total + sum(float(item.costs.min()) for item in several[-1]))
-    items, chosen = min(found, key=lambda one: _damage(*one))
-    members = [item.members(option) for item, option in zip(items, chosen, strict=True)]
+
+    def damage(items: Sequence[Item], chosen: Sequence[int]) -> float:
+        ranges = _ranges(items[len(halves) :], chosen[len(halves) :])
+        return _damage(halves, chosen) + (embedding_damage(ranges, problem.known_damages["embedding"]) if ranges else 0)
+
+    items, chosen = min(found, key=lambda one: damage(*one))
+    members = [item.members(option) for item, option in zip(halves, chosen, strict=False)]
     # 3. The plan that states them
     layers = list(plan.layers)
     for (layer, _), of_choices in zip(sublayers, members, strict=False):
         layers[layer] = replace(layers[layer], **reduce(dict.__or__, of_choices))
     if not any(layers[layer].num_attention_heads for layer in plan.kept_layers if grid.family.attends(layer)):
         raise PlanError("The target leaves no attention in any layer; ask for a smaller --sparsity.")
-    ranges = tuple(table for [table] in members[len(halves) :])
-    return replace(plan, layers=tuple(layers), embedding=ranges)
+    return replace(plan, layers=tuple(layers), embedding=_ranges(items[len(halves) :], chosen[len(halves) :]))
+
+
+def _ranges(tables: Sequence[Item], chosen: Sequence[int]) -> tuple[TableShape, ...]:
+    """Return the chosen ranges of the vocabulary; none if the embedding stays."""
+    return tuple(item.members(option)[0] for item, option in zip(tables, chosen, strict=True))
 
 
 def _damage(items: Sequence[Item], chosen: Sequence[int]) -> float:
     """Return the sum of what the chosen options lose."""
-    return sum(float(item.damages[option]) for item, option in zip(items, chosen, strict=True))
+    return sum(float(item.damages[option]) for item, option in zip(items, chosen, strict=False))
 
 
 def _chosen(items: Sequence[Item], budget: float) -> list[int] | None:
@@ -118,20 +128,22 @@ def _sublayer_items(problem: Problem, plan: Plan) -> dict[tuple[int, Half], Item
     return {(layer, half): items[layer, half] for layer in plan.kept_layers for half in HALVES}
 
 
-def _table_items(problem: Problem, plan: Plan) -> list[Item]:
-    """Return what every range of the vocabulary may be; nothing if the embedding stays."""
-    errors = problem.known_damages.get("embedding")
-    if not problem.reduces_embedding or errors is None:
+def _table_items(problem: Problem, plan: Plan) -> list[list[Item]]:
+    """Return what every range of the vocabulary may be at every price of the embedding; nothing if it stays."""
+    damages = problem.known_damages.get("embedding")
+    if not problem.reduces_embedding or damages is None:
         return []
-    ranges = table_options(errors, problem.grid.shape.vocab_size)
-    measure, stack, whole, items = problem.budget.measure, problem.grid.stack(plan), [one[-1] for one in ranges], []
+    ranges = table_options(damages[0], problem.grid.shape.vocab_size)
+    measure, stack, whole = problem.budget.measure, problem.grid.stack(plan), [one[-1] for one in ranges]
     total = measure(replace(stack, embedding=tuple(whole)))
     places = (total - measure(stack)) / len(ranges)  # which a plan has for all ranges or for none
+    prices: list[list[Item]] = [[] for _ in damages]
     for index, tables in enumerate(ranges):
         stacks = [replace(stack, embedding=(*whole[:index], table, *whole[index + 1 :])) for table in tables]
-        costs = np.array([measure(option) - total for option in stacks]) + places
-        items.append(Item.of([tables], errors[index, [table.rank for table in tables]].numpy(), costs))
-    return items
+        costs, ranks = np.array([measure(option) - total for option in stacks]) + places, [one.rank for one in tables]
+        for items, lost in zip(prices, damages, strict=True):
+            items.append(Item.of([tables], lost[index, ranks].numpy(), costs))
+    return prices
 
 
 def _ffn_choices(problem: Problem, plan: Plan, layer: int) -> list[Choice]:

@@ -19,17 +19,18 @@ from oneshot.text import Text, load_tokenizer, special_tokens
 
 PROBE_SHARES = (3 / 5, 2 / 5, 1 / 5)  # of its parameters: large steps cost more per parameter than small ones
 EMBEDDING_PROBES = 8  # sequences: few places lose almost everything that is lost
+PREDICTED_SEQUENCES = 16  # others, of which the tokens' probabilities are: a probe must not know its own tokens
 MIN_EMBEDDING_ERROR = 1e-4  # squared: below this the divergence is rounding noise
 
 
 def no_embedding_profile() -> Tensors:
     """Return the tensors of a `Profile` for an embedding that was not measured: empty, and no sensitivity."""
     empty = torch.empty(0, 0, dtype=torch.float64)
-    return _tensors(empty, torch.empty(0), torch.arange(0), empty, torch.zeros(1, dtype=torch.float64))
+    return _tensors(empty, torch.empty(0), torch.arange(0), empty, torch.empty(0, 2, dtype=torch.float64))
 
 
 def _tensors(*found: torch.Tensor) -> Tensors:
-    names = ("gram", "probabilities", "order", "errors", "sensitivity")
+    names = ("gram", "probabilities", "order", "errors", "probes")
     return {f"embedding_{name}": tensor for name, tensor in zip(names, found, strict=True)}
 
 
@@ -78,30 +79,38 @@ def profile_embedding(
     advance(1)
     errors = range_errors(rows, order, workers=workers)
     advance(1)
-    # 3. A few sequences pass all layers again, with a reduced embedding.
-    tables, lost = embedding_probe(errors, len(embedding))
-    smaller = reduce_embedding(rows, order, tables, workers=workers)
-    divergences = torch.zeros(EMBEDDING_PROBES, dtype=torch.float64, device=machine.device)
+    # 3. A few sequences pass all layers again, with a reduced embedding of each size.
+    probes = embedding_probes(errors, len(embedding))
+    smaller = [reduce_embedding(rows, order, tables, workers=workers) for tables, _ in probes]
+
+    def reduced(index: int) -> torch.Tensor:
+        return expanded(smaller[index], embedding.shape[1], machine.device)
+
+    divergences = torch.zeros(len(probes), EMBEDDING_PROBES, dtype=torch.float64, device=machine.device)
     if last:
-        reduced = expanded(smaller, embedding.shape[1], machine.device)
-        del smaller
         [batch] = text.part(part).batches(len(last))
-        probes = states.builder.embed(reduced, batch)
+        passing = [states.builder.embed(reduced(index), batch) for index in range(len(probes))]
         upload = Uploader(machine.device)
         for number, tensors in enumerate(layers()):
             layer = states.builder.layer(number, upload(tensors))
-            for probe in probes.split(1):
-                probe.copy_(layer.run_all(probe))
+            for one in (one for probe in passing for one in probe.split(1)):
+                one.copy_(layer.run_all(one))
             advance(1)
-        other = replace(head, weight=reduced.to(head.weight)) if model.shape.tied else head
-        for number, state, probe in zip(range(part.start, part.stop), last, probes, strict=True):
-            divergences[number] = other.divergence_from(head, state, probe).mean()
+        for index, passed in enumerate(passing):
+            other = replace(head, weight=reduced(index).to(head.weight)) if model.shape.tied else head
+            for number, state, probe in zip(range(part.start, part.stop), last, passed, strict=True):
+                divergences[index, number] = other.divergence_from(head, state, probe).mean()
         advance(1)
-    # 4. The divergence of the output per lost share.
+    # 4. What each loses of the logits, and the divergence of the output.
     workers.sum_(divergences)  # zeros from all but the one whose probe it is
-    mean = sum(divergences.tolist()) / min(EMBEDDING_PROBES, text.num_sequences)
-    sensitivity = torch.tensor([max(0.0, mean) / max(lost, MIN_EMBEDDING_ERROR)], dtype=torch.float64)
-    return _tensors(gram.cpu(), probabilities.cpu(), order, errors, sensitivity)
+    means = divergences.sum(1).cpu() / num_probes(text.num_sequences)
+    lost = torch.tensor([lost for _, lost in probes], dtype=torch.float64)
+    return _tensors(gram.cpu(), probabilities.cpu(), order, errors, torch.stack((lost, means), dim=1))
+
+
+def num_probes(num_sequences: int) -> int:
+    """Return how many sequences are probes: the first ones, and half of a short text."""
+    return min(EMBEDDING_PROBES, max(1, num_sequences // 2))
 
 
 def _read_by_head(
@@ -109,8 +118,8 @@ def _read_by_head(
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor], slice]:
     """Return the mean `h hᵀ (D, D)` float64 over the stream, the tokens' probabilities, and the probes' last states.
 
-    Probabilities and probes are of the first sequences, which the workers share out anew. The states are of this
-    worker's part of them, which is also returned.
+    Probes are of the first sequences, and probabilities of those behind them. The workers share both out anew. The
+    states are of this worker's part of the probes, which is also returned.
     """
     machine, workers = states.machine, states.machine.workers
     accumulator = GramAccumulator(model.shape.hidden_size, output_size=None, device=machine.device)
@@ -119,27 +128,25 @@ def _read_by_head(
     states.advance = lambda tokens: None  # the layers were counted
     for x, _ in states.read():
         accumulator.update_(head.norm(x).flatten(0, -2))
-        first += list(x[: max(0, EMBEDDING_PROBES - start)].clone())
+        first += list(x[: max(0, EMBEDDING_PROBES + PREDICTED_SEQUENCES - start)].clone())
         start += len(x)
     gram = accumulator.finish(workers=workers).gram.double() / states.num_tokens
-    probed = workers.gather(tuple(first))
-    part = workers.part(len(probed))
-    last = list(probed[part])
+    gathered = workers.gather(tuple(first))
+    count = num_probes(len(gathered))
+    part, others = workers.part(count), gathered[count:] or gathered  # the probe itself in a text of one sequence
     probabilities = torch.zeros(model.shape.vocab_size, dtype=torch.float64, device=machine.device)
-    for state in last:
+    for state in others[workers.part(len(others))]:
         probabilities += head.probabilities(state)
     workers.sum_(probabilities)
-    return gram, as_float32(probabilities) / len(probed), last, part
+    return gram, as_float32(probabilities) / len(others), list(gathered[part]), part
 
 
-def embedding_probe(errors: torch.Tensor, vocab_size: int) -> tuple[tuple[TableShape, ...], float]:
-    """Return the ranks of the embedding's probe and the squared error that they leave.
+def embedding_probes(errors: torch.Tensor, vocab_size: int) -> list[tuple[tuple[TableShape, ...], float]]:
+    """Return the ranks of the embedding's probes and the squared errors that they leave, from the least on.
 
-    They take the largest of `PROBE_SHARES` whose error is large enough; `errors` as in `smaller_tables`.
+    They are those of `PROBE_SHARES` whose error is large enough, at least the last; `errors` as in `smaller_tables`.
     """
-    for share in PROBE_SHARES:
-        tables = smaller_tables(errors, vocab_size, share)
-        lost = sum(float(errors[index, table.rank]) for index, table in enumerate(tables))
-        if lost >= MIN_EMBEDDING_ERROR:
-            break
-    return tables, lost
+    found = [smaller_tables(errors, vocab_size, share) for share in PROBE_SHARES]
+    lost = [sum(float(errors[index, table.rank]) for index, table in enumerate(tables)) for tables in found]
+    probes = list(zip(found, lost, strict=True))
+    return [probe for probe in probes if probe[1] >= MIN_EMBEDDING_ERROR] or probes[-1:]

@@ -35,7 +35,7 @@ def random_damages(seed: int) -> Damages:
     sizes = {"query_key_size": 65, "value_size": 65, "ffn": 769, "heads": 5}
     sizes |= {f"{kind}_rank": 513 for kind in RANKED_KINDS}
     of_layers = {name: curves(3, size) for name, size in sizes.items()}
-    return of_layers | {"layers": torch.ones(3), "embedding": curves(8, 513)}
+    return of_layers | {"layers": torch.ones(3), "embedding": curves(8, 513).unsqueeze(0)}
 
 
 def inputs(grid: Any, plan: Plan) -> set[int]:

@@ -56,7 +56,7 @@ def random_damages(shape: ModelShape, seed: int) -> Damages:
         "ffn": curves(layers, shape.intermediate_size + 1),
         "heads": curves(layers, units + 1),
         "layers": torch.ones(layers),
-        "embedding": curves(8, shape.hidden_size + 1),
+        "embedding": curves(8, shape.hidden_size + 1).unsqueeze(0),
         **{f"{kind}_rank": curves(layers, shape.hidden_size + 1) for kind in RANKED_KINDS},
     }
 
