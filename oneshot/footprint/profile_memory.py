@@ -1,12 +1,13 @@
 """Peak bytes of the stages of a profile's dense pass, and of the measurement of output curvature."""
 
+import math
 from dataclasses import replace
 
 from oneshot.footprint import expert_memory, terms
 from oneshot.footprint.terms import BATCH, DOUBLE, FLOAT, LENGTH, Stage, Term, computed, largest
 from oneshot.footprint.work import Work
 from oneshot.profiling.curvature import sequences_together
-from oneshot.profiling.embedding import EMBEDDING_PROBES
+from oneshot.profiling.embedding import EMBEDDING_PROBES, PROBE_SHARES
 from oneshot.profiling.probes import num_probes, probe_sequences
 
 Terms = tuple[Term, ...]
@@ -74,13 +75,13 @@ def _experts(work: Work) -> tuple[Terms, Terms, Term]:
 
 
 def _profiled_embedding(work: Work, probes: Term) -> list[Stage]:
-    """Return the stages in which a reduced embedding passes the dense model, while the other `probes` wait."""
+    """Return the stages in which reduced embeddings pass the dense model, while the other `probes` wait."""
     shape, length = work.shape, work.text.sequence_length
     head = terms.output_head(work)
-    numbers = 3 * EMBEDDING_PROBES * length * shape.hidden_size
+    numbers = (3 + len(PROBE_SHARES)) * EMBEDDING_PROBES * length * shape.hidden_size
     states = computed(numbers * work.dtype.itemsize, LENGTH)
-    expanded = Term(work.outside_bytes)
-    held = (head, states, expanded, probes)
+    expanded, reduced = Term(work.outside_bytes), Term(math.ceil(sum(PROBE_SHARES) * work.outside_bytes))
+    held = (head, states, expanded, reduced, probes)
     walk = (*terms.layer(work), terms.layer_copy(work), terms.activations(work, shape.intermediate_size, length))
     return [
         Stage("the profile's embedding", (*held, *terms.read(work.outside_bytes), *terms.embedding(work))),

@@ -7,6 +7,7 @@ device were measured on an H100 (rows of `benchmarks/results/gpu.jsonl`).
 import math
 from collections import defaultdict
 
+from oneshot.compression.embedding import ORDER_ROUNDS, ORDER_SHARE
 from oneshot.compression.expert_correction import solved_together
 from oneshot.compression.expert_removal import TOKENS_TOGETHER
 from oneshot.compression.ranks import FACTORS_EVERY
@@ -19,8 +20,9 @@ from oneshot.footprint.terms import choice_cost
 from oneshot.footprint.work import Work
 from oneshot.linalg.psd import CONDITION_STEPS
 from oneshot.machine import Store
+from oneshot.planning.vocabulary import NUM_RANGES
 from oneshot.profiling import IMPORTANCE_TOKENS, curvature_tokens
-from oneshot.profiling.embedding import EMBEDDING_PROBES
+from oneshot.profiling.embedding import EMBEDDING_PROBES, PREDICTED_SEQUENCES, PROBE_SHARES
 from oneshot.profiling.probes import num_probes, probe_sequences
 from oneshot.profiling.profiler import STATISTICS_SEQUENCES
 from oneshot.stream import EXPERTS_TOGETHER
@@ -195,9 +197,18 @@ def _profile(work: Work, forward: float, rates: Rates) -> Seconds:
             seconds["solve"] += 2 * layers * _latency(work)
         seconds["transfer"] = layers * work.layer_bytes / rates.link
     if work.schedule.profiles_embedding:
-        passed = min(EMBEDDING_PROBES, work.text.num_sequences)
-        seconds["embedding"] = passed * (layers * length * forward / rates.stream + 4 * logits)
+        passed = len(PROBE_SHARES) * min(EMBEDDING_PROBES, work.text.num_sequences)
+        predicted = min(PREDICTED_SEQUENCES, work.text.num_sequences)
+        seconds["embedding"] = passed * layers * length * forward / rates.stream + (2 * passed + predicted) * logits
+        seconds["embedding"] += _order_of_tokens(work, rates)
     return seconds
+
+
+def _order_of_tokens(work: Work, rates: Rates) -> float:
+    """Return the seconds in which tokens move: the Grams of ranges, and what every token loses in every range."""
+    table = 2 * work.shape.vocab_size * work.shape.hidden_size**2
+    losses = table * (1 + (1 - ORDER_SHARE) * NUM_RANGES) / rates.energies
+    return ORDER_ROUNDS * (table / rates.double + losses)
 
 
 def _layer_seconds(work: Work, kept: float, forward: float, rates: Rates, store: Store) -> Seconds:

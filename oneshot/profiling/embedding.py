@@ -103,12 +103,12 @@ def profile_embedding(
         advance(1)
     # 4. What each loses of the logits, and the divergence of the output.
     workers.sum_(divergences)  # zeros from all but the one whose probe it is
-    means = divergences.sum(1).cpu() / num_probes(text.num_sequences)
+    means = divergences.sum(1).cpu() / num_embedding_probes(text.num_sequences)
     lost = torch.tensor([lost for _, lost in probes], dtype=torch.float64)
     return _tensors(gram.cpu(), probabilities.cpu(), order, errors, torch.stack((lost, means), dim=1))
 
 
-def num_probes(num_sequences: int) -> int:
+def num_embedding_probes(num_sequences: int) -> int:
     """Return how many sequences are probes: the first ones, and half of a short text."""
     return min(EMBEDDING_PROBES, max(1, num_sequences // 2))
 
@@ -132,7 +132,7 @@ def _read_by_head(
         start += len(x)
     gram = accumulator.finish(workers=workers).gram.double() / states.num_tokens
     gathered = workers.gather(tuple(first))
-    count = num_probes(len(gathered))
+    count = num_embedding_probes(len(gathered))
     part, others = workers.part(count), gathered[count:] or gathered  # the probe itself in a text of one sequence
     probabilities = torch.zeros(model.shape.vocab_size, dtype=torch.float64, device=machine.device)
     for state in others[workers.part(len(others))]:
