@@ -3,8 +3,8 @@
 Tokenizers number their tokens roughly by frequency, so a range of numbers is a range of frequencies. From there tokens
 move to the range whose directions fit them best. The rows of a range, `E_g (rows, D)`, become `U V` of rank r:
 block-wise low rank as in GroupReduce (Chen et al. 2018, arXiv 1806.06950), also in that tokens move, weighted by token
-and by direction: `min ‖diag(w)^½ (E_g − U V) H^½‖_F`. `H` is what a change of a row costs: as a row of the output head,
-if the head is tied, the Gram of the states that it reads, and as the input of the first layer the output curvature of
+and by direction: `min ‖diag(w)^½ (E_g − U V) H^½‖_F`. `H` is what a change of a row costs. As a row of a tied output
+head that is the Gram of the states that the head reads. As the input of the first layer it is the output curvature of
 the states there, if it is measured. The weights `w` are the roots of the tokens' probabilities, because other texts
 predict other tokens. An interpolative decomposition of V then removes what the two factors store twice: with r pivot
 columns of V, `V = V_r [I, T]`. So the range is stored as `U V_r`, which is the approximation at r of the coordinates,

@@ -144,7 +144,7 @@ def _read_by_head(
 def embedding_probes(errors: torch.Tensor, vocab_size: int) -> list[tuple[tuple[TableShape, ...], float]]:
     """Return the ranks of the embedding's probes and the squared errors that they leave, from the least on.
 
-    They are those of `PROBE_SHARES` whose error is large enough, at least the last; `errors` as in `smaller_tables`.
+    They take the `PROBE_SHARES` whose error is large enough, at least the last one; `errors` as in `smaller_tables`.
     """
     found = [smaller_tables(errors, vocab_size, share) for share in PROBE_SHARES]
     lost = [sum(float(errors[index, table.rank]) for index, table in enumerate(tables)) for tables in found]

@@ -492,7 +492,7 @@ def test_per_layer_sizes_are_the_best_of_all(seed: int, share: float, unit: Any)
 
 
 def test_an_embedding_costs_what_its_probes_measured() -> None:
-    """Between probes the price is that of the slope, and a later slope is never the smaller one."""
+    """Between probes the slope is the price, and a later slope is never smaller."""
     generator = torch.Generator().manual_seed(0)
     errors = torch.rand(8, 9, generator=generator, dtype=torch.float64).sort(dim=1, descending=True).values
     errors[:, -1] = 0
