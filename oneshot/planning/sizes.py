@@ -244,10 +244,15 @@ def _heads_that_fit(problem: Problem) -> str | None:
 
 
 def _with_heads(problem: Problem, head_unit: HeadUnit) -> Plan | None:
-    """Return the plan for equal layers with fewer heads and without ranks; None without one."""
+    """Return the plan for equal layers with fewer heads and without ranks; None without one.
+
+    Where ranks are not planned, no output curvature has the price of an embedding beside an output head.
+    """
     method, found = problem.method, None
     with contextlib.suppress(ConfigError):
-        method = replace(method, heads="id", head_unit=head_unit, ranks="none" if method.plans_ranks else method.ranks)
+        if method.plans_ranks:
+            method = replace(method, ranks="none", embedding=method.embedding if problem.grid.shape.tied else "none")
+        method = replace(method, heads="id", head_unit=head_unit)
         found = _plan_of(replace(problem, method=method, damages=None))
     return found
 

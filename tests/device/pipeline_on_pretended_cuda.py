@@ -130,7 +130,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "hybrid": {"family": "lfm2", "layer_types": ["conv", "full_attention"]},
     "large": {"hidden": 96, "width": 384, "heads": 6, "groups": 3, "vocabulary": 2048, "tied": True},
 }
-PER_LAYER = {"form": "per-layer"}
+PER_LAYER = {"form": "per-layer", "embedding": "none"}
 WHOLE = {"ranks": "none"}
 LONG = {"sequence_length": 128, "batch_size": 4}
 ENOUGH = {"num_sequences": 32}  # 16 tokens for each neuron; with fewer held-out tokens choose how much is corrected
@@ -153,9 +153,10 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "ranks": ("llama", PER_LAYER),
     "ranks, a layer more": ("deep", PER_LAYER),
     "ranks, biases": ("biased", PER_LAYER | {"dtype": "float32"}),
-    "ranks, large": ("large", PER_LAYER | {"embedding": "none", "num_sequences": 8, **LONG}),
+    "ranks, large": ("large", PER_LAYER | {"num_sequences": 8, **LONG}),
     "ranks, no curvature": ("llama", PER_LAYER | {"curvature": "none"}),
     "per-layer, embedding": ("tied", PER_LAYER | {"embedding": "low-rank", "num_sequences": 8}),
+    "per-layer, embedding beside a head": ("llama", PER_LAYER | {"embedding": "low-rank", "num_sequences": 8}),
     "per-layer, heads": ("llama", PER_LAYER | {"heads": "id"}),
     "per-layer, depth": ("llama", PER_LAYER | {"depth": "sensitivity"}),
     "per-layer, latency": ("llama", PER_LAYER | {"budget": "latency", "sparsity": 0.0}),

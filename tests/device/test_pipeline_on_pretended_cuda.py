@@ -49,6 +49,7 @@ LOOPS = ("batches", "neurons", "tokens")
 WAITING = (
     "activations on disk",
     "per-layer, embedding",
+    "per-layer, embedding beside a head",
     "own text",
     "ffn obs",
     "heads obs",
