@@ -67,7 +67,7 @@ def profile_embedding(
     machine, workers, head = states.machine, states.machine.workers, states.builder.output_head()
     gram, probabilities, last, part = _read_by_head(model, states, head)
     if not model.shape.tied:
-        gram.zero_()
+        gram.zero_()  # the head reads the states with other rows
     if curvature is not None:
         gram += model.family.stack.embedding_scale**2 * curvature.of_states(machine.device)
     gram = towards_diagonal(gram, shrinkage_on_other_text(len(gram), states.num_tokens))
