@@ -174,10 +174,9 @@ def profile_schedule(grid: Grid, method: Method, kinds: Sequence[str] = PROBED_K
         kinds = [kind for kind in kinds if kind != "experts"]
     if grid.family.lenders:  # no layer that lends keys and values can be left out
         kinds = [kind for kind in kinds if kind not in ("layer", "sublayer")]
-    whole = grid.family.reason_against("embedding ranks") is not None
     return Schedule(
         profiled_kinds=tuple(kinds),
-        profiles_embedding=(grid.shape.tied or method.weighs_output) and not grid.shape.layer_norms and not whole,
+        profiles_embedding=grid.prices_embedding(method),
         weighs_output=method.weighs_output,
         measures_curvature=method.weighs_output,
     )

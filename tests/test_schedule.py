@@ -253,8 +253,13 @@ def test_an_embedding_beside_rms_norms_is_profiled_if_its_price_is_known(shape: 
     assert schedule.profiles_embedding == ranked
     assert schedule.profiled_kinds == ((FFN, RANK) if shape.gated else (FFN,))
     alone = profile_schedule(grid_of("stock", shape), replace(find_recipe("oneshot"), curvature=curvature))
-    assert alone.profiles_embedding == ranked
-    assert alone.profiled_kinds == (FFN, HEADS, LAYER, SUBLAYER, INNER, RANK)
+    weighs = curvature == "fisher"
+    assert alone == Schedule(
+        profiled_kinds=(FFN, HEADS, LAYER, SUBLAYER, INNER, RANK),
+        profiles_embedding=ranked,
+        weighs_output=weighs,
+        measures_curvature=weighs,
+    )
     assert alone.reads_text
 
 

@@ -84,12 +84,13 @@ class StackShape:
         linears = sum(layer.active_parameters() for layer in self.layers) + self.output_size * self.final_size
         linears += self.table_width * (self.embedding_size + self.final_size)
         mapped = self.head == "mapped"
-        head = 0
+        maps = head = sum(table.map_parameters(self.embedding_size) for table in self.embedding)  # of the input
         if self.head == "own":
-            head = self.vocab_size * (self.table_width or self.final_size)
+            head += self.vocab_size * (self.table_width or self.final_size)
+        elif self.embedding:
+            head += maps + sum(table.rows * table.rank for table in self.embedding)
         elif self.head != "none":
-            head = self._head_parameters_of_table()
-        head += sum(table.map_parameters(self.embedding_size) for table in self.embedding)
+            head += self._table_parameters()
         return 2 * (linears + head + mapped * self.embedding_size * (self.output_size or self.final_size))
 
     def layer_flops_per_token(self, context: float) -> float:
@@ -106,13 +107,6 @@ class StackShape:
         if not self.embedding:
             return self.vocab_size * (self.table_width or self.embedding_size)
         return sum(table.parameters(self.embedding_size) for table in self.embedding)
-
-    def _head_parameters_of_table(self) -> int:
-        """Return the parameters that a token passes in an output head that is the embedding."""
-        if not self.embedding:
-            return self._table_parameters()
-        width = self.embedding_size
-        return sum(table.rows * table.rank + table.map_parameters(width) for table in self.embedding)
 
     def kv_bytes_per_token(self, bytes_per_value: int = 2) -> int:
         """Return the bytes that one token takes in the KV cache (by default of 16-bit values); 0 without a cache.

@@ -7,7 +7,7 @@ from oneshot.footprint import expert_memory, terms
 from oneshot.footprint.terms import BATCH, DOUBLE, FLOAT, LENGTH, Stage, Term, computed, largest
 from oneshot.footprint.work import Work
 from oneshot.profiling.curvature import sequences_together
-from oneshot.profiling.embedding import EMBEDDING_PROBES, PROBE_SHARES
+from oneshot.profiling.embedding import EMBEDDING_PROBES, PREDICTED_SEQUENCES, PROBE_SHARES
 from oneshot.profiling.probes import num_probes, probe_sequences
 
 Terms = tuple[Term, ...]
@@ -78,8 +78,8 @@ def _profiled_embedding(work: Work, probes: Term) -> list[Stage]:
     """Return the stages in which reduced embeddings pass the dense model, while the other `probes` wait."""
     shape, length = work.shape, work.text.sequence_length
     head = terms.output_head(work)
-    numbers = (3 + len(PROBE_SHARES)) * EMBEDDING_PROBES * length * shape.hidden_size
-    states = computed(numbers * work.dtype.itemsize, LENGTH)
+    sequences = (1 + len(PROBE_SHARES)) * EMBEDDING_PROBES + PREDICTED_SEQUENCES
+    states = computed(sequences * length * shape.hidden_size * work.dtype.itemsize, LENGTH)
     expanded, reduced = Term(work.outside_bytes), Term(math.ceil(sum(PROBE_SHARES) * work.outside_bytes))
     held = (head, states, expanded, reduced, probes)
     walk = (*terms.layer(work), terms.layer_copy(work), terms.activations(work, shape.intermediate_size, length))

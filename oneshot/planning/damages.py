@@ -110,9 +110,9 @@ def embedding_damages(probes: torch.Tensor, errors: torch.Tensor) -> torch.Tenso
 
 
 def embedding_damage(tables: Sequence[TableShape], damages: torch.Tensor) -> float:
-    """Return what ranges of the vocabulary cost at these ranks, by `Damages["embedding"]`; 0 for a whole embedding."""
+    """Return what ranges of the vocabulary cost at these ranks, by `Damages["embedding"]`."""
     ranges, ranks = range(len(tables)), [table.rank for table in tables]
-    return float(damages[:, ranges, ranks].sum(1).max()) if tables else 0.0
+    return float(damages[:, ranges, ranks].sum(1).max())
 
 
 def error_damages(profile: Profile, _: Grid) -> Damages:

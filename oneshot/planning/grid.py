@@ -89,10 +89,20 @@ class Grid:
     def ranks_embedding(self) -> bool:
         """Return whether this model's embedding can have ranks.
 
-        What changes of its rows cost is known from the output head that it is, or else from output curvature.
+        Beside an output head of its own it needs output curvature (`prices_embedding`).
         """
-        can = self.family.reason_against("embedding ranks") is None and not self.shape.layer_norms
-        return can and self.embedding_ranks and (self.shape.tied or self.has_curvature)
+        return self.embedding_ranks and self._can_price_embedding and (self.shape.tied or self.has_curvature)
+
+    @property
+    def _can_price_embedding(self) -> bool:
+        return self.family.reason_against("embedding ranks") is None and not self.shape.layer_norms
+
+    def prices_embedding(self, method: Method) -> bool:
+        """Return whether a profile knows what changes of the embedding's rows cost.
+
+        It does from the output head that the embedding is, or else from output curvature, which must be settled.
+        """
+        return self._can_price_embedding and (self.shape.tied or method.weighs_output)
 
     @property
     def has_ranks(self) -> bool:
@@ -272,13 +282,12 @@ class Grid:
         if method.curvature == AUTO:
             weighs = self.has_curvature and method.plans_ranks and method.may_weigh_output
             method = replace(method, curvature="fisher" if weighs else "none")
-        known = self.shape.tied or method.weighs_output
-        if method.embedding == "low-rank" and not known:
+        if method.embedding == "low-rank" and not self.prices_embedding(method):
             raise PlanError(
                 "--set embedding=low-rank beside an output head of its own needs output curvature; add "
                 "--set curvature=fisher, or leave it out."
             )
         if method.embedding == AUTO:
-            ranks = self.ranks_embedding and by_sensitivity and known
+            ranks = self.ranks_embedding and by_sensitivity and self.prices_embedding(method)
             method = replace(method, embedding="low-rank" if ranks else "none")
         return method

@@ -63,11 +63,9 @@ def profile_embedding(
             they count as rows of the output head alone. An embedding that is no output head needs it.
         advance: is told of each of the `embedding_steps`.
     """
-    # 1. What the output head reads, what it costs if the first layer reads other rows, and how likely each token is.
+    # 1. What a tied output head reads, what it costs if the first layer reads other rows, and how likely each token is.
     machine, workers, head = states.machine, states.machine.workers, states.builder.output_head()
     gram, probabilities, last, part = _read_by_head(model, states, head)
-    if not model.shape.tied:
-        gram.zero_()  # the head reads the states with other rows
     if curvature is not None:
         gram += model.family.stack.embedding_scale**2 * curvature.of_states(machine.device)
     gram = towards_diagonal(gram, shrinkage_on_other_text(len(gram), states.num_tokens))
@@ -118,8 +116,9 @@ def _read_by_head(
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor], slice]:
     """Return the mean `h hᵀ (D, D)` float64 over the stream, the tokens' probabilities, and the probes' last states.
 
-    Probes are of the first sequences, and probabilities of those behind them. The workers share both out anew. The
-    states are of this worker's part of the probes, which is also returned.
+    The mean is zero for a head of its own, which reads with other rows. Probes are of the first sequences, and the
+    probabilities are of the sequences behind them. The workers share both out anew. The states are of this worker's
+    part of the probes, which is also returned.
     """
     machine, workers = states.machine, states.machine.workers
     accumulator = GramAccumulator(model.shape.hidden_size, output_size=None, device=machine.device)
@@ -127,7 +126,8 @@ def _read_by_head(
     start = states.part.start
     states.advance = lambda tokens: None  # the layers were counted
     for x, _ in states.read():
-        accumulator.update_(head.norm(x).flatten(0, -2))
+        if model.shape.tied:
+            accumulator.update_(head.norm(x).flatten(0, -2))
         first += list(x[: max(0, EMBEDDING_PROBES + PREDICTED_SEQUENCES - start)].clone())
         start += len(x)
     gram = accumulator.finish(workers=workers).gram.double() / states.num_tokens

@@ -281,6 +281,7 @@ def test_probes_have_the_divergence_of_the_whole_model(
     probes = embedding_probes(found.embedding_errors, VOCABULARY)
     assert torch.equal(found.embedding_probes[:, 0], torch.tensor([lost for _, lost in probes], dtype=torch.float64))
     assert len(probes) > 1, "several must lose enough"
+    assert all(lost > 1e-3 for _, lost in probes), "a probe must lose something"
     marks = special_tokens(load_tokenizer(checkpoint), VOCABULARY)
     rows = TokenRows(weight.data, found.embedding_gram, found.embedding_probabilities, marks)
     text = calibration_tokens(config)[:EMBEDDING_PROBES]

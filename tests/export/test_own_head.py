@@ -1,30 +1,19 @@
 """Ranks of an embedding that is no output head: the head stays whole, and is stored beside the ranges."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from factories import MakeCheckpoint, MakeConfig, assert_cache_changes_nothing
+from factories import MakeCheckpoint, MakeConfig
 from families.cases import CASES
+from opened_results import assert_it_writes_and_grows, load
 from safetensors.torch import load_file
-from transformers import AutoModel, AutoModelForCausalLM
 
 from oneshot.checkpoint import open_model
 from oneshot.compression.embedding import expanded
-from oneshot.evaluation import evaluate
 from oneshot.pipeline import compress
 
 FAMILIES = ("llama", "qwen3", "gemma3_text", "granite", "olmo2")
-
-
-def load(folder: Path) -> Any:
-    """Return the model by the modelling files in its folder; nothing is missing, nothing unexpected."""
-    model, info = AutoModelForCausalLM.from_pretrained(
-        folder, trust_remote_code=True, output_loading_info=True, dtype=torch.float32
-    )
-    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
-    return model.eval()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -44,24 +33,8 @@ def test_ranks_of_an_embedding_beside_its_own_head(
     torch.testing.assert_close(inner.embed_tokens(tokens), embedding[tokens] * scale, rtol=1e-4, atol=1e-5)
     assert torch.equal(model.lm_head.weight, stored["lm_head.weight"])
     assert stored["lm_head.weight"].shape == head.shape
-    assert_cache_changes_nothing(model, 6, input_ids=tokens[:, :5])
-    model.save_pretrained(tmp_path / "again")
-    assert torch.equal(load(tmp_path / "again")(tokens).logits, model(tokens).logits)
-    (result,) = evaluate(
-        [str(output)], [str(text_file)], sequence_length=32, max_windows=2, decode_tokens=2, prefill_tokens=8
-    )
-    assert result.stored_parameters == report.stored_parameters["compressed"]
     # as an input of another run
     read = open_model(str(output), tmp_path)
     torch.testing.assert_close(read.read_embedding(), embedding)
     assert torch.equal(read.read_head(), stored["lm_head.weight"])
-    # the vocabulary grows, also of the stack alone
-    before, stack = model(tokens).logits, AutoModel.from_pretrained(output, trust_remote_code=True)
-    for grown in (model, stack):
-        assert grown.resize_token_embeddings(403) is grown.get_input_embeddings()
-        assert grown.config.vocab_size == 403
-    torch.testing.assert_close(model(tokens).logits[..., :400], before, rtol=1e-4, atol=1e-5)
-    model.save_pretrained(tmp_path / "larger")
-    last = torch.tensor([[402]])
-    torch.testing.assert_close(load(tmp_path / "larger")(last).logits, model(last).logits, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(stack(last).last_hidden_state, model.model(last).last_hidden_state)
+    assert_it_writes_and_grows(model, report, text_file, tmp_path)

@@ -10,6 +10,7 @@ import torch
 from factories import MakeCheckpoint, MakeConfig, assert_cache_changes_nothing, stored_numbers
 from families.cases import CASES, variants
 from last_states import assert_passes, keep_last_states
+from opened_results import assert_it_writes_and_grows, load
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM
 
@@ -17,7 +18,6 @@ from oneshot.architecture import TableShape
 from oneshot.checkpoint import open_model
 from oneshot.compression.embedding import expanded
 from oneshot.errors import PlanError
-from oneshot.evaluation import evaluate
 from oneshot.export import stated_shape
 from oneshot.export.companions import empty_tensors
 from oneshot.export.modeling_oneshot_resized import refuse_engine
@@ -64,15 +64,6 @@ WHOLE_RUNS += (
     "gemma4_text-tokens",
 )
 FEWER_EXPERTS = ("glm4_moe", "granitemoehybrid-experts")
-
-
-def load(folder: Path) -> Any:
-    """Return the model by the modelling files in its folder; nothing is missing, nothing unexpected."""
-    model, info = AutoModelForCausalLM.from_pretrained(
-        folder, trust_remote_code=True, output_loading_info=True, dtype=torch.float32
-    )
-    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
-    return model.eval()
 
 
 @pytest.mark.parametrize("name", WHOLE_RUNS)
@@ -215,21 +206,4 @@ def test_ranks_of_a_scaled_embedding(
     torch.testing.assert_close(inner.embed_tokens(tokens), embedding[tokens] * 48**0.5, rtol=1e-4, atol=1e-5)
     states = inner(tokens).last_hidden_state
     torch.testing.assert_close(model(tokens).logits, states @ embedding.T, rtol=1e-4, atol=1e-4)
-    assert_cache_changes_nothing(model, 6, input_ids=tokens[:, :5])
-    model.save_pretrained(tmp_path / "again")
-    assert torch.equal(load(tmp_path / "again")(tokens).logits, model(tokens).logits)
-    (result,) = evaluate(
-        [str(output)], [str(text_file)], sequence_length=32, max_windows=2, decode_tokens=2, prefill_tokens=8
-    )
-    assert result.stored_parameters == report.stored_parameters["compressed"]
-    assert result.kv_bytes_per_token == report.kv_bytes_per_token["compressed"]
-    # the vocabulary grows, also of the stack alone
-    before, stack = model(tokens).logits, AutoModel.from_pretrained(output, trust_remote_code=True)
-    for grown in (model, stack):
-        assert grown.resize_token_embeddings(403) is grown.get_input_embeddings()
-        assert grown.config.vocab_size == 403
-    torch.testing.assert_close(model(tokens).logits[..., :400], before, rtol=1e-4, atol=1e-5)
-    model.save_pretrained(tmp_path / "larger")
-    last = torch.tensor([[402]])
-    torch.testing.assert_close(load(tmp_path / "larger")(last).logits, model(last).logits, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(stack(last).last_hidden_state, model.model(last).last_hidden_state)
+    assert_it_writes_and_grows(model, report, text_file, tmp_path)

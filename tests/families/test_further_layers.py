@@ -17,6 +17,8 @@ from wrapper_models import build_wrapper
 from oneshot.architecture.further import without_further
 from oneshot.checkpoint import Checkpoint, further_layers, identify
 from oneshot.compression import LayerCompressor
+from oneshot.errors import ConfigError
+from oneshot.export.resized import ResizedForm
 from oneshot.pipeline import compress
 from oneshot.report.card import CARD_NAME
 
@@ -204,6 +206,17 @@ def test_layers_that_are_not_taken_are_left_out(further_checkpoint: Any, make_co
     assert len(told) == 1
     assert "model.layers.3.hnorm.weight is missing" in told[0]
     assert "left out of the result" in (output / CARD_NAME).read_text()
+
+
+def test_the_embedding_stays_whole_beside_them(
+    further_checkpoint: Any, make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+) -> None:
+    """Engines give them the whole table; without them it may have ranks."""
+    folder, _ = further_checkpoint("glm4_moe")
+    for one, ranked in ((folder, False), (make_checkpoint(**CASES["glm4_moe"].options), True)):
+        assert ResizedForm().grid(identify(Checkpoint(one))).ranks_embedding == ranked
+    with pytest.raises(ConfigError, match="embedding=low-rank"):
+        compress(make_config(folder, sparsity=0.2, form="per-layer", embedding="low-rank"))
 
 
 def test_a_form_without_their_class_promises_none(further_checkpoint: Any, make_config: MakeConfig) -> None:

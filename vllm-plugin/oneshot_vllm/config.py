@@ -31,3 +31,8 @@ class OneshotConfig(LlamaConfig):
         if getattr(equal, "per_layer_config", None) is not None:  # transformers 5.14 and later
             equal.per_layer_config = None
         LlamaConfig.validate_rope(equal)
+
+
+def reads_ranges(config: OneshotConfig) -> bool:
+    """Return whether the output head is the embedding's ranges of the vocabulary."""
+    return config.embedding is not None and not config.own_head

@@ -23,7 +23,7 @@ from vllm.model_executor.models.utils import (
 )
 from vllm.sequence import IntermediateTensors
 
-from oneshot_vllm.config import OneshotConfig
+from oneshot_vllm.config import OneshotConfig, reads_ranges
 from oneshot_vllm.layers import Made, OneshotDecoderLayer, norm_of, normed, total
 from oneshot_vllm.low_rank import Embedding
 from oneshot_vllm.refusals import LlamaRefusals
@@ -36,11 +36,6 @@ MERGED_FROM = {
 
 STREAM = "stream"  # what a stage of a pipeline passes on
 STORED_BUFFERS = (".columns", ".places", ".rotary_pairs")  # others are vLLM's
-
-
-def reads_ranges(config: OneshotConfig) -> bool:
-    """Return whether the output head is the embedding's ranges of the vocabulary."""
-    return config.embedding is not None and not config.own_head
 
 
 @support_torch_compile

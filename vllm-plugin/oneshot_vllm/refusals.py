@@ -8,6 +8,8 @@ from vllm.config import ParallelConfig, VllmConfig
 from vllm.distributed.utils import get_pp_indices
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
+from oneshot_vllm.config import reads_ranges
+
 STYLES = ("colwise", "rowwise")  # of tensor parallelism, in which linears of low rank can be shared
 
 
@@ -70,7 +72,7 @@ def refuse_quantisation(vllm_config: VllmConfig) -> None:
             raise ValueError(
                 f"The checkpoint has {what}, which oneshot-vllm has not; quantise the result without that."
             )
-    if (config.embedding is None or config.own_head) and not is_ignored("lm_head", stated.get("ignore") or ()):
+    if not reads_ranges(config) and not is_ignored("lm_head", stated.get("ignore") or ()):
         raise ValueError(
             "The checkpoint has a quantised output head, which oneshot-vllm has not; quantise the result with "
             "ignore=['lm_head']."
