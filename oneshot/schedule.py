@@ -6,6 +6,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from oneshot.architecture import Table
 from oneshot.compression import needs_statistics
 from oneshot.compression.sublayer import trusted_share
 from oneshot.method import Method
@@ -25,7 +26,7 @@ class Schedule:
     Attributes:
         plans_by_profile: whether a profile decides the sizes of layers.
         profiled_kinds: the kinds of sublayers that a profile of this run measures; empty if it makes none.
-        profiles_embedding: whether that profile also measures the embedding.
+        profiled_tables: tables of the vocabulary that this or a given profile measures.
         weighs_output: whether errors count by output curvature.
         measures_curvature: whether a backward pass measures it, because no given profile has it.
         finds_subspaces: whether the hidden size shrinks.
@@ -42,7 +43,7 @@ class Schedule:
 
     plans_by_profile: bool = False
     profiled_kinds: tuple[str, ...] = ()
-    profiles_embedding: bool = False
+    profiled_tables: tuple[Table, ...] = ()
     weighs_output: bool = False
     measures_curvature: bool = False
     finds_subspaces: bool = False
@@ -82,9 +83,9 @@ class Schedule:
         return 1 / self.dense_every if self.two_streams else 0.0
 
     @property
-    def may_rank_embedding(self) -> bool:
-        """Return whether a profile may give ranks to the embedding."""
-        return self.plans_by_profile and self.profiles_embedding
+    def may_rank_tables(self) -> bool:
+        """Return whether a profile may give ranks to tables of the vocabulary."""
+        return self.plans_by_profile and bool(self.profiled_tables)
 
 
 def make_schedule(
@@ -137,7 +138,7 @@ def make_schedule(
     return Schedule(
         plans_by_profile=by_profile,
         profiled_kinds=kinds,
-        profiles_embedding=by_profile and method.embedding != "none",
+        profiled_tables=tuple(grid.priced_tables(method)) if by_profile and method.embedding != "none" else (),
         weighs_output=weighs,
         measures_curvature=weighs and not (by_profile and has_curvature),
         finds_subspaces=slices,
@@ -176,7 +177,7 @@ def profile_schedule(grid: Grid, method: Method, kinds: Sequence[str] = PROBED_K
         kinds = [kind for kind in kinds if kind not in ("layer", "sublayer")]
     return Schedule(
         profiled_kinds=tuple(kinds),
-        profiles_embedding=grid.prices_embedding(method),
+        profiled_tables=tuple(grid.priced_tables(method)),
         weighs_output=method.weighs_output,
         measures_curvature=method.weighs_output,
     )

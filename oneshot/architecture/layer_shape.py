@@ -12,6 +12,9 @@ from oneshot.architecture.latent import LatentSizes
 # linears that may have low rank: of queries and keys together, of attention's output, gate and up of an FFN
 RankedKind = Literal["query_key", "output", "gate", "up"]
 RANKED_KINDS: tuple[RankedKind, ...] = get_args(RankedKind)
+# of the vocabulary; names of fields of plans and shapes, of damages, and in tensors of profiles
+Table = Literal["embedding", "output_head"]
+TABLES: tuple[Table, ...] = get_args(Table)
 
 
 @dataclass(frozen=True)
@@ -169,7 +172,15 @@ class TableShape:
 
     def parameters(self, width: int) -> int:
         """Return the stored parameters of the range of an embedding of this width."""
-        return self.rows * (self.rank + 1) + (self.map_parameters(width) + width if self.rank < width else 0)
+        return self.rows * self.rank + self.map_parameters(width) + self.indices(width)
+
+    def indices(self, width: int) -> int:
+        """Return how many of the parameters are indices, int64."""
+        return self.rows + width * (self.rank < width)
+
+    def products(self, width: int) -> int:
+        """Return the products of one state with all rows, as an output head has them."""
+        return self.map_parameters(width) + self.rows * self.rank
 
     def map_parameters(self, width: int) -> int:
         """Return the parameters of the matrix, which every token passes."""

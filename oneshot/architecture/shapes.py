@@ -14,9 +14,9 @@ class StackShape:
 
     `head` says where the output head comes from: `own` weights, the `tied` embedding, the tied embedding after a
     matrix from the last subspace to the embedding's (`mapped`), or `none`. `num_positions`, `num_token_types`: rows of
-    learned embeddings of these. `embedding`: ranges of the embedding's vocabulary with their own ranks; empty for a
-    whole table. `final_norm`: a norm follows the last layer. `output_size`: a linear follows it that leads back to so
-    many coordinates; 0 for none. `table_width`: columns of the token embedding and of the head if linears lead from
+    learned embeddings of these. `embedding`, `output_head`: ranges of the vocabulary with their own ranks, of the
+    embedding and of a head of its own; empty for a whole table. `final_norm`: a norm follows the last layer.
+    `output_size`: a linear follows it that leads back to so many coordinates; 0 for none. `table_width`: columns of the token embedding and of the head if linears lead from
     there to the hidden size and back; 0 without such linears. `further_parameters`: of what is kept as it is, such as
     a pooler or a classifier. `causal`: the model keeps the keys and values of earlier tokens.
     """
@@ -27,6 +27,7 @@ class StackShape:
     head_bias: bool = False
     num_positions: int = 0
     embedding: tuple[TableShape, ...] = ()
+    output_head: tuple[TableShape, ...] = ()
     num_token_types: int = 0
     final_norm: bool = True
     output_size: int = 0
@@ -45,6 +46,11 @@ class StackShape:
         return any(getattr(layer, f"{kind}_rank") for layer in self.layers for kind in RANKED_KINDS)
 
     @property
+    def has_table_ranks(self) -> bool:
+        """Return whether the embedding or the output head has ranges of the vocabulary."""
+        return bool(self.embedding or self.output_head)
+
+    @property
     def is_encoder_decoder(self) -> bool:
         """Return whether an encoder's layers come first; it has a final norm of its own."""
         return self.layers[-1].cross_attention
@@ -60,9 +66,8 @@ class StackShape:
 
     def indices(self) -> int:
         """Return how many of the stored parameters are indices, int64."""
-        tables = sum(table.rank < self.embedding_size for table in self.embedding)
-        places = sum(table.rows for table in self.embedding)
-        return places + tables * self.embedding_size + sum(layer.indices() for layer in self.layers)
+        tables = sum(table.indices(self.embedding_size) for table in (*self.embedding, *self.output_head))
+        return tables + sum(layer.indices() for layer in self.layers)
 
     def stored_parameters(self) -> int:
         """Return the stored parameters of everything."""
@@ -71,6 +76,8 @@ class StackShape:
         output = self.output_size * (self.final_size + 1)
         width = self.table_width or self.output_size or self.final_size
         head = {"own": self.vocab_size, "tied": 0, "mapped": self.embedding_size, "none": 0}[self.head] * width
+        if self.output_head:
+            head = sum(table.parameters(width) for table in self.output_head)
         head += self.head_bias * self.vocab_size
         projections = self.table_width * (self.embedding_size + self.final_size)
         layers = self.all_layer_parameters()
@@ -84,11 +91,11 @@ class StackShape:
         linears = sum(layer.active_parameters() for layer in self.layers) + self.output_size * self.final_size
         linears += self.table_width * (self.embedding_size + self.final_size)
         mapped = self.head == "mapped"
-        maps = head = sum(table.map_parameters(self.embedding_size) for table in self.embedding)  # of the input
-        if self.head == "own":
+        head = sum(table.map_parameters(self.embedding_size) for table in self.embedding)  # of the input
+        if ranges := self.output_head or (self.embedding if self.head != "own" else ()):
+            head += sum(table.products(self.embedding_size) for table in ranges)
+        elif self.head == "own":
             head += self.vocab_size * (self.table_width or self.final_size)
-        elif self.embedding:
-            head += maps + sum(table.rows * table.rank for table in self.embedding)
         elif self.head != "none":
             head += self._table_parameters()
         return 2 * (linears + head + mapped * self.embedding_size * (self.output_size or self.final_size))

@@ -16,7 +16,7 @@ WIDTH_STEP = 256  # engines that read `ffn_mult` round widths up to multiples of
 def per_layer_shape(config: dict[str, Any]) -> StackShape:
     """Return the sizes that the config.json of a per-layer checkpoint states."""
     names = {field.name for field in fields(LayerShape)} - set(NOT_IN_LAYERS)
-    embedding = tuple(TableShape(**table) for table in config.get("embedding") or ())
+    embedding, output_head = (_ranges(config.get(name)) for name in ("embedding", "output_head"))
     ties = config["tie_word_embeddings"] or (embedding and not config.get("own_head"))
     return StackShape(
         tuple(LayerShape(**{name: layer[name] for name in names & layer.keys()}) for layer in config["layers"]),
@@ -25,15 +25,20 @@ def per_layer_shape(config: dict[str, Any]) -> StackShape:
         head_bias=config["head_bias"],
         num_positions=config["num_positions"],
         embedding=embedding,
+        output_head=output_head,
     )
+
+
+def _ranges(stated: list[dict[str, int]] | None) -> tuple[TableShape, ...]:
+    return tuple(TableShape(**table) for table in stated or ())
 
 
 def resized_shape(config: dict[str, Any]) -> StackShape:
     """Return the sizes that the config.json of a per-layer checkpoint in its family's own class states."""
     sizes = config["sizes"]
     layers = tuple(_layer_shape(layer) for layer in sizes["layers"])
-    embedding = tuple(TableShape(**table) for table in sizes["embedding"])
-    return StackShape(**sizes | {"layers": layers, "embedding": embedding})
+    tables = {name: _ranges(sizes.get(name)) for name in ("embedding", "output_head")}
+    return StackShape(**sizes | tables | {"layers": layers})
 
 
 def _layer_shape(stated: dict[str, Any]) -> LayerShape:

@@ -72,9 +72,9 @@ class Model:
 
     @property
     def has_ranks(self) -> bool:
-        """Return whether linears or the embedding are stored with low rank."""
+        """Return whether linears or tables of the vocabulary are stored with low rank."""
         stated = self.checkpoint.stated
-        return stated is not None and (stated.has_linear_ranks or bool(stated.embedding))
+        return stated is not None and (stated.has_linear_ranks or stated.has_table_ranks)
 
     def as_whole(self) -> "Model":
         """Return the same model, counted with whole matrices where low ranks are stored."""

@@ -5,7 +5,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from oneshot.architecture import FURTHER_PREFIX, Description, StackShape, read_by, read_shape, scaled_epsilon
+from oneshot.architecture import (
+    FURTHER_PREFIX,
+    TABLES,
+    Description,
+    StackShape,
+    TableShape,
+    read_by,
+    read_shape,
+    scaled_epsilon,
+)
 from oneshot.architecture.stated_shapes import nemotron_nas_shape, per_layer_shape, resized_shape
 from oneshot.checkpoint.compressed import again
 from oneshot.checkpoint.low_rank import LowRank, multiplied
@@ -30,7 +39,8 @@ KEPT_KEYS = (
 )
 # what families whose layers those classes hold call the dropout of a sublayer's output
 RESIDUAL_DROPOUT = {"opt": "dropout", "phi3": "resid_pdrop"}
-OF_RESIZED = ("resized", "sizes", "layers_name", "embedding_ranges", "auto_map")  # what only the form's config has
+OF_RANGES = tuple(f"{table}_ranges" for table in TABLES)
+OF_RESIZED = ("resized", "sizes", "layers_name", *OF_RANGES, "auto_map")  # what only the form's config has
 PREFIX = "Oneshot"  # of the names of classes in the form's modelling file
 WITHIN = "linear"  # the plain linear in a module of low rank
 FLAGS = ("attention_bias", "output_bias", "mlp_bias", "query_key_norms", "gated", "norm_weights", "norm_bias")
@@ -142,8 +152,8 @@ def _resized(config: dict[str, Any]) -> Stated:
     """Return the config of the family's class that the form's class is made from."""
     own = {name: value for name, value in config.items() if name not in OF_RESIZED}
     stock = [str(name).removeprefix(PREFIX) for name in config["architectures"]]
-    ranges = config.get("embedding_ranges")  # which grow with the vocabulary
-    sizes = config["sizes"] | {"embedding": ranges or [], "vocab_size": config["vocab_size"]}
+    ranges = {table: config.get(f"{table}_ranges") or [] for table in TABLES}  # which grow with the vocabulary
+    sizes = config["sizes"] | ranges | {"vocab_size": config["vocab_size"]}
     stack = resized_shape({"sizes": sizes})
     return own | {
         "model_type": model_type_of(stock[0]),
@@ -192,7 +202,7 @@ def _multiplied(source: Checkpoint, config: dict[str, Any], stated: StackShape, 
         raise _UnsupportedError("it has layers that predict tokens after the next one")
     names, parts_of = (
         {name: name for name in stored},
-        {**_linears(source, stated, family), **_embedding(stated, family)},
+        {**_linears(source, stated, family), **_tables(stated, family)},
     )
     parts, places = [part for of_one in parts_of.values() for part in of_one], _places(stated, family)
     files = {file for part in parts for file in part.names} | set(places.values())
@@ -244,20 +254,27 @@ def _linears(source: Checkpoint, stated: StackShape, family: Description) -> dic
     return found
 
 
+def _ranged(stated: StackShape, family: Description) -> dict[str, tuple[TableShape, ...]]:
+    """Return the embedding and the output head, of which ranges of the vocabulary are stored, with these ranges."""
+    tables = {family.stack.embedding: stated.embedding, family.head or "": stated.output_head}
+    return {weight: ranges for weight, ranges in tables.items() if ranges}
+
+
 def _places(stated: StackShape, family: Description) -> dict[str, str]:
-    """Return the embedding, and what lists the places of its tokens; nothing for a whole table."""
-    module = family.stack.embedding.removesuffix(".weight")
-    return {family.stack.embedding: f"{module}.places"} if stated.embedding else {}
+    """Return the tables that have ranges, and what lists the places of their tokens."""
+    return {weight: f"{weight.removesuffix('.weight')}.places" for weight in _ranged(stated, family)}
 
 
-def _embedding(stated: StackShape, family: Description) -> dict[str, list[LowRank]]:
-    """Return the embedding, and the parts of its ranges; nothing for a whole table."""
-    module, parts = family.stack.embedding.removesuffix(".weight"), []
-    for number, table in enumerate(stated.embedding):
-        rows, to_width = f"{module}.tables.{number}.weight", f"{module}.maps.{number}"
-        is_whole = table.rank >= stated.embedding_size
-        parts.append(LowRank(rows) if is_whole else LowRank(rows, f"{to_width}.weight", f"{to_width}.columns"))
-    return {family.stack.embedding: parts} if parts else {}
+def _tables(stated: StackShape, family: Description) -> dict[str, list[LowRank]]:
+    """Return the tables that have ranges, and the parts of these."""
+    found: dict[str, list[LowRank]] = {}
+    for weight, ranges in _ranged(stated, family).items():
+        module, parts = weight.removesuffix(".weight"), found.setdefault(weight, [])
+        for number, table in enumerate(ranges):
+            rows, to_width = f"{module}.tables.{number}.weight", f"{module}.maps.{number}"
+            is_whole = table.rank >= stated.embedding_size
+            parts.append(LowRank(rows) if is_whole else LowRank(rows, f"{to_width}.weight", f"{to_width}.columns"))
+    return found
 
 
 def _with_largest(view: Checkpoint, family: Description, stated: StackShape) -> Checkpoint:

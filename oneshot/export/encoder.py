@@ -66,9 +66,7 @@ class EncoderForm(RenamedLayers):
         """Return BERT with the prefix that the result's class has: none for a plain model."""
         return BERT.stored_as({_as_bert(model.family, model.family.stack.embedding)})
 
-    def outside(
-        self, model: Model, plan: Plan, subspaces: StreamSubspaces | None, embedding: Tensors | None
-    ) -> list[Part]:
+    def outside(self, model: Model, plan: Plan, subspaces: StreamSubspaces | None) -> list[Part]:
         def renamed(read: Part) -> Tensors:
             return {_as_bert(model.family, name): tensor for name, tensor in read().items()}
 

@@ -60,10 +60,11 @@ class Form(ABC):
         """Return the inverse of `layer`."""
 
     @abstractmethod
-    def outside(
-        self, model: Model, plan: Plan, subspaces: StreamSubspaces | None, embedding: Tensors | None
-    ) -> list[Part]:
-        """Return readers of the tensors outside the layers, one for each part of the journal."""
+    def outside(self, model: Model, plan: Plan, subspaces: StreamSubspaces | None) -> list[Part]:
+        """Return readers of the tensors outside the layers, one for each part of the journal.
+
+        Tables of the vocabulary are whole there (`outside.with_ranges`).
+        """
 
     def write(
         self, model: Model, plan: Plan, journal: Journal, advance: Callable[[int], None], save_dtype: SaveDtype

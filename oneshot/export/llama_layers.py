@@ -42,9 +42,7 @@ class LlamaLayers(RenamedLayers):
     def names_of(self, model: Model) -> Description:
         return LLAMA
 
-    def outside(
-        self, model: Model, plan: Plan, subspaces: StreamSubspaces | None, embedding: Tensors | None
-    ) -> list[Part]:
+    def outside(self, model: Model, plan: Plan, subspaces: StreamSubspaces | None) -> list[Part]:
         grid = self.grid(model)
         head = grid.stack(plan).head
         return folded_outside(
@@ -53,7 +51,6 @@ class LlamaLayers(RenamedLayers):
             subspaces,
             keep_tied=head != "own",
             centred=grid.folds_layer_norms and head == "own",
-            embedding=embedding,
         )
 
 

@@ -37,7 +37,8 @@ class OneshotConfig(LlamaConfig):
     hidden size that norms divide by, which is the dense model's. `head_dim` is the size of its queries and
     keys. `head_map`: the tied output head reads the last hidden state through a matrix. `num_positions`: rows of a
     learned position embedding, 0 for rotary positions. `embedding`: the rows and the rank of every range of the
-    vocabulary, None for one table of full width. `own_head`: the output head is not these ranges.
+    vocabulary, None for one table of full width. `own_head`: the output head is not these ranges. `output_head`: the
+    ranges of such a head, None for one table.
     `centred_embedding`: embedded tokens lose their mean, as the family's LayerNorms would take it from them; it stays
     in the tied output head. `residual_dropout`: what a training step drops of the output of every sublayer.
     """
@@ -51,6 +52,7 @@ class OneshotConfig(LlamaConfig):
     num_positions: int = 0
     embedding: list[dict] | None = None
     own_head: bool = False
+    output_head: list[dict] | None = None
     centred_embedding: bool = False
     residual_dropout: float | int = 0.0
 
@@ -396,6 +398,14 @@ class OneshotEmbedding(nn.Module):
         self.places = torch.cat((self.places, torch.arange(more).to(self.places) + len(self.places)))
 
 
+class OneshotHead(OneshotEmbedding):
+    """An output head of ranges of the vocabulary, beside another embedding."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        """States `(…, width)` -> the logits of all tokens."""
+        return self._logits(x)
+
+
 class OneshotTiedHead(nn.Module):
     """The output head of a model whose embedding is a `OneshotEmbedding`; without weights of its own."""
 
@@ -441,42 +451,46 @@ def mapped_output(model: Any, _: tuple[Any, ...], output: Any) -> Any:
 
 
 class OneshotVocabulary:
-    """The size of the vocabulary, also where the config lists its ranges under the name `ranges`."""
+    """The size of the vocabulary, also where the config lists its ranges under the names `ranges`."""
 
-    ranges = "embedding"
+    ranges = "embedding", "output_head"
 
     def resize_token_embeddings(
         self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
     ) -> Any:
         """Give the vocabulary another size; ranges of the vocabulary only grow, at the end of the last one."""
         model: Any = self
-        listed = getattr(model.config, self.ranges)
-        if listed is None:
+        listed = {name: getattr(model.config, name) for name in self.ranges if getattr(model.config, name) is not None}
+        if not listed:
             return super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)  # type: ignore
         size, step = model.config.vocab_size, pad_to_multiple_of or 1
         more = -(-(size if new_num_tokens is None else new_num_tokens) // step) * step - size
         if more < 0:
             raise ValueError(
-                f"The embedding has ranges of the vocabulary, which only grow: give at least {size} "
+                f"The model has ranges of the vocabulary, which only grow: give at least {size} "
                 "tokens, or compress with --set embedding=none."
             )
-        embedding = model.get_input_embeddings()
         if more:
-            embedding.grow_(more)
-            head = model.get_output_embeddings()
-            if isinstance(head, nn.Linear):
+            embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+            if isinstance(embedding, OneshotEmbedding):
+                embedding.grow_(more)
+            else:
+                model.set_input_embeddings(model._get_resized_embeddings(embedding, size + more, None, mean_resizing))
+            if isinstance(head, OneshotHead):
+                head.grow_(more)
+            elif isinstance(head, nn.Linear):
                 model.set_output_embeddings(model._get_resized_lm_head(head, size + more, mean_resizing=mean_resizing))
-            *before, last = listed
-            setattr(model.config, self.ranges, [*before, last | {"rows": last["rows"] + more}])
+            for name, (*before, last) in listed.items():
+                setattr(model.config, name, [*before, last | {"rows": last["rows"] + more}])
             model.config.vocab_size = model.vocab_size = model.base_model.vocab_size = size + more
-        return embedding
+        return model.get_input_embeddings()
 
 
 class OneshotModel(OneshotVocabulary, LlamaModel):
     """The stack without its output head."""
 
     config_class = OneshotConfig
-    _no_split_modules = ["OneshotDecoderLayer", "OneshotEmbedding"]  # noqa: RUF012
+    _no_split_modules = ["OneshotDecoderLayer", "OneshotEmbedding", "OneshotHead"]  # noqa: RUF012
     _can_record_outputs = {"hidden_states": OneshotDecoderLayer, "attentions": OneshotAttention}  # noqa: RUF012
 
     def __init__(self, config: OneshotConfig) -> None:
@@ -507,7 +521,7 @@ class OneshotForCausalLM(OneshotVocabulary, LlamaForCausalLM):
     """The model with its output head."""
 
     config_class = OneshotConfig
-    _no_split_modules = ["OneshotDecoderLayer", "OneshotEmbedding"]  # noqa: RUF012
+    _no_split_modules = ["OneshotDecoderLayer", "OneshotEmbedding", "OneshotHead"]  # noqa: RUF012
 
     def __init__(self, config: OneshotConfig) -> None:
         LlamaPreTrainedModel.__init__(self, config)
@@ -518,7 +532,9 @@ class OneshotForCausalLM(OneshotVocabulary, LlamaForCausalLM):
         assert config.layers is not None
         width = config.layers[0 if config.head_map else -1]["hidden_size" if config.head_map else "output_size"]
         self.lm_head: nn.Module
-        if config.embedding is None or config.own_head:
+        if config.output_head is not None:
+            self.lm_head = OneshotHead(config.output_head, width)
+        elif config.embedding is None or config.own_head:
             self.lm_head = nn.Linear(width, config.vocab_size, bias=config.head_bias)
         else:
             self.lm_head = OneshotTiedHead(self.model)

@@ -16,6 +16,7 @@ from torch import nn
 from .modeling_oneshot import (
     OneshotCoordinates,
     OneshotEmbedding,
+    OneshotHead,
     OneshotTiedHead,
     OneshotVocabulary,
     refuse_pages,
@@ -114,7 +115,7 @@ def _resized(stock: Any) -> type:
 
     class Resized(OneshotVocabulary, stock):
         config_class = _config_of(stock.config_class)
-        ranges = "embedding_ranges"
+        ranges = "embedding_ranges", "output_head_ranges"
 
         def __init__(self, config: Any) -> None:
             refuse_engine(config)
@@ -132,6 +133,9 @@ def _resized(stock: Any) -> type:
                 stack.embed_tokens = OneshotScaledEmbedding(config.embedding_ranges, width, scale)
                 if stack is not self and config.sizes["head"] != "own":
                     self.lm_head = OneshotTiedHead(stack)
+            if stack is not self and config.output_head_ranges is not None:
+                head: Any = self.get_output_embeddings()
+                self.lm_head = OneshotHead(config.output_head_ranges, head.in_features)
 
         @torch.no_grad()
         def initialize_weights(self) -> None:
@@ -203,8 +207,8 @@ def _cached_layers(stock: Any) -> property:
 def _config_of(stock: Any) -> type:
     """Return the config class of a family with the sizes of every layer: `resized`, see `resize_layer_`.
 
-    `layers_name`: the module of the layers. `embedding_ranges`: rows and rank of every range of the vocabulary, or
-    None for a whole table. `sizes`: those by which oneshot counts parameters.
+    `layers_name`: the module of the layers. `embedding_ranges`, `output_head_ranges`: rows and rank of every range of
+    the vocabulary, or None for a whole table. `sizes`: those by which oneshot counts parameters.
     """
     name = PREFIX + stock.__name__
     if name not in globals():
@@ -215,6 +219,7 @@ def _config_of(stock: Any) -> type:
             sizes: dict | None = None
             layers_name: str = "model.layers"
             embedding_ranges: list | None = None
+            output_head_ranges: list | None = None
 
             if hasattr(stock, "per_layer_config"):  # transformers 5.14 and later
                 per_layer_config = _cached_layers(stock)

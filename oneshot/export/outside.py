@@ -1,11 +1,12 @@
 """The tensors outside the layers: embeddings, final norm and output head."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from oneshot.checkpoint import Model
 from oneshot.compression import StreamSubspaces
+from oneshot.compression.embedding import MODULES
 from oneshot.compression.fold import fold_embedding, fold_head
 from oneshot.tensors import Tensors
 
@@ -45,6 +46,20 @@ def unchanged_parts(model: Model) -> list[list[str]]:
     return [part for part in (sorted(names - head), sorted(head)) if part]
 
 
+def with_ranges(parts: Sequence[Part], tables: Tensors) -> list[Part]:
+    """Return readers of the same parts, in which the ranges of the vocabulary replace the tables that have some."""
+    return [partial(_with_ranges, part, tables) for part in parts]
+
+
+def _with_ranges(part: Part, tables: Tensors) -> Tensors:
+    read = dict(part())
+    for module in MODULES.values():
+        ranges = {name: tensor for name, tensor in tables.items() if name.startswith(f"{module}.")}
+        if ranges and read.pop(f"{module}.weight", None) is not None:
+            read |= ranges
+    return read
+
+
 def token_table(model: Model) -> str | None:
     """Return the name of a table of what every layer reads of its tokens; None without one."""
     return next(iter(model.family.stack.token_tensors), None)
@@ -77,19 +92,15 @@ def folded_outside(
     *,
     keep_tied: bool,
     centred: bool,
-    embedding: Tensors | None = None,
 ) -> list[Part]:
     """Return readers of the embeddings and of the head, folded into subspaces.
 
     Args:
         keep_tied: whether the head stays the embedding. centred: whether rows of embeddings lose their mean.
-        embedding: tensors that replace the embedding, for a plan with ranks.
     """
     first = None if subspaces is None else subspaces.basis(0)
 
     def embeddings() -> Tensors:
-        if embedding is not None:
-            return embedding
         folded = {names.embedding: fold_embedding(model.read_embedding(), first, centred=centred)}
         positions = model.read_positions()
         if positions is not None:

@@ -81,6 +81,7 @@ def per_layer_config(config: dict[str, Any], shape: ModelShape, stack: StackShap
             "layers": [_stored(layer) for layer in stack.layers],
         }
         | ({"own_head": True} if stack.embedding and stack.head == "own" else {})
+        | ({"output_head": [asdict(table) for table in stack.output_head]} if stack.output_head else {})
         | ({"centred_embedding": True} if shape.layer_norms and stack.head == "tied" else {})
         | different_sizes(stack)
     )

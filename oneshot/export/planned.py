@@ -10,7 +10,7 @@ from oneshot.compression import StreamSubspaces
 from oneshot.config import SaveDtype
 from oneshot.export.companions import empty_tensors
 from oneshot.export.form import Form
-from oneshot.export.outside import Part
+from oneshot.export.outside import Part, with_ranges
 from oneshot.export.quantised import empty_scales, quantised_layer
 from oneshot.export.saving import cast
 from oneshot.planning import Plan
@@ -24,7 +24,7 @@ def planned_parts(
     model: Model,
     plan: Plan,
     subspaces: StreamSubspaces | None,
-    embedding: Tensors | None,
+    tables: Tensors,
     save_dtype: SaveDtype,
     *,
     quantisation: Quantisation | None = None,
@@ -39,17 +39,17 @@ def planned_parts(
 
     Args:
         quantisation: of linears of the layers. subspaces: subspaces of a smaller hidden size; None at full size.
-        embedding: tensors that replace the embedding, for a plan with ranks.
+        tables: ranges of the vocabulary that replace tables, for a plan with ranks.
         blocks: of layers that predict tokens after the next one, which follow the layers. beside: readers of what
             follows the parts outside the layers.
     """
     empty = model.without_values()
-    tensors = empty_tensors(form.config(model, plan), model.family.stack.experts)
+    of_class = empty_tensors(form.config(model, plan), model.family.stack.experts)
     numbers = {layer: number for number, layer in enumerate(plan.kept_layers)}
     layers = []
     for layer in range(model.shape.num_hidden_layers):
         prefix = form.layer_prefix(model, numbers[layer]) if layer in numbers else None
-        stored = {} if prefix is None else {name: tensors[name] for name in tensors if name.startswith(prefix)}
+        stored = {} if prefix is None else {name: of_class[name] for name in of_class if name.startswith(prefix)}
         made = typed(form, empty, layer, numbers[layer], stored) if stored else {}
         if made and quantisation is not None:
             tensors_of_layer = form.original(empty, numbers[layer], made)
@@ -60,8 +60,8 @@ def planned_parts(
             layers.append(cast(save_dtype, made))
     parts = list(blocks)
     bases = None if subspaces is None else subspaces.on(META)
-    reduced = None if embedding is None else {name: tensor.to(META) for name, tensor in embedding.items()}
-    parts += [read() for read in (*form.outside(empty, plan, bases, reduced), *beside)]
+    ranges = {name: tensor.to(META) for name, tensor in tables.items()}
+    parts += [read() for read in (*with_ranges(form.outside(empty, plan, bases), ranges), *beside)]
     return layers + [cast(save_dtype, part) for part in parts]
 
 

@@ -10,6 +10,7 @@ from oneshot.architecture import Description, Experts, LayerShape, Stack, read_b
 from oneshot.checkpoint import Model, resized_config, stock_classes, stock_config, with_kept_layers, without_head
 from oneshot.checkpoint.own_sizes import WITHIN
 from oneshot.compression import StreamSubspaces
+from oneshot.compression.embedding import MODULES
 from oneshot.errors import PlanError
 from oneshot.export.form import Form
 from oneshot.export.outside import Part
@@ -20,7 +21,6 @@ from oneshot.planning import Grid, Plan
 from oneshot.tensors import Tensors
 
 MODELLING_FILE = Path(__file__).parent / "modeling_oneshot_resized.py"
-EMBEDDING = "model.embed_tokens.weight"  # whose ranges have names below this one's module
 
 
 class ResizedForm(StockForm):
@@ -51,7 +51,7 @@ class ResizedForm(StockForm):
             heads_differ=splits_heads and family.reason_against("heads") is None,
             ranks=not family.stack.fused,
             # engines give layers for further tokens the whole table
-            embedding_ranks=family.stack.embedding == EMBEDDING and not _makes_further(model),
+            embedding_ranks=_names_tables(family) and not _makes_further(model),
         )
 
     def layer(self, model: Model, number: int, tensors: Tensors) -> Tensors:
@@ -93,6 +93,7 @@ class ResizedForm(StockForm):
             "embedding_ranges": [asdict(table) for table in stack.embedding] or None,
             "resized": resized,
             "sizes": asdict(stack),
+            **({"output_head_ranges": [asdict(table) for table in stack.output_head]} if stack.output_head else {}),
             # layers that predict further tokens are whole, and the class makes them by the config
             **({} if _makes_further(model) else _equal_in_mixtures(resized)),
         }
@@ -102,14 +103,8 @@ class ResizedForm(StockForm):
             return f"transformers' class of {model.family.model_type} does not make them in this form; use --form stock"
         return super().reason_against_further(model, plan)
 
-    def outside(
-        self, model: Model, plan: Plan, subspaces: StreamSubspaces | None, embedding: Tensors | None
-    ) -> list[Part]:
-        parts = super().outside(model, plan, subspaces, None)
-        if embedding is not None:
-            others = parts[0]
-            parts[0] = lambda: {name: one for name, one in others().items() if name != EMBEDDING} | embedding
-        return [partial(_as_class, model.family, part) for part in parts]
+    def outside(self, model: Model, plan: Plan, subspaces: StreamSubspaces | None) -> list[Part]:
+        return [partial(_as_class, model.family, part) for part in super().outside(model, plan, subspaces)]
 
 
 def _low_rank(stack: Stack, tensors: Tensors) -> list[str]:
@@ -140,6 +135,12 @@ def renamed_ranks(config: dict[str, Any]) -> dict[str, str]:
         if isinstance(source, str)
         for name in (f"{config['layers_name']}.{number}.{linear}.{tensor}" for tensor in ("weight", "bias"))
     }
+
+
+def _names_tables(family: Description) -> bool:
+    """Return whether the tables of the vocabulary are called as their ranges are."""
+    own = family.stack.embedding, family.head or f"{MODULES['output_head']}.weight"
+    return own == tuple(f"{module}.weight" for module in MODULES.values())
 
 
 def _makes_further(model: Model) -> bool:

@@ -92,9 +92,7 @@ class StockForm(Form):
         stack, experts = model.family.stack_of(number), model.family.stack.experts
         return stack if experts is None else stack.with_experts(experts)
 
-    def outside(
-        self, model: Model, plan: Plan, subspaces: StreamSubspaces | None, embedding: Tensors | None
-    ) -> list[Part]:
+    def outside(self, model: Model, plan: Plan, subspaces: StreamSubspaces | None) -> list[Part]:
         if plan.hidden is None:
             return unchanged_outside(model)
         stack, last, head = model.family.stack, model.family.last_stack, model.family.head

@@ -52,7 +52,7 @@ def stages_outside_layers(work: Work) -> list[Stage]:
             listed += _writing(work) if source == SELF else [_reading(source)]
         embedded = 3 * work.batch_tokens * work.shape.hidden_size * work.dtype.itemsize
         reduced = Term(
-            2 * work.outside_bytes if work.schedule.may_rank_embedding else 0
+            2 * work.outside_bytes if work.schedule.may_rank_tables else 0
         )  # its tables and maps, and their product
         stage = (*terms.read(work.outside_bytes), reduced, computed(embedded, BATCH))
         listed.append(Stage("the embedding", stage))
@@ -68,7 +68,7 @@ def stages_outside_layers(work: Work) -> list[Stage]:
     if work.grid.writes_vocabulary:
         vocabulary = Term(VOCABULARY_BYTES * work.shape.vocab_size)
         listed.append(Stage("writing the GGUF file", (vocabulary, *terms.read(work.outside_bytes))))
-    if work.schedule.may_rank_embedding:
+    if work.schedule.may_rank_tables:
         listed.append(Stage("reducing the embedding", (*terms.read(work.outside_bytes), *terms.embedding(work))))
     if work.schedule.finds_subspaces:
         listed += _hidden_size(work)

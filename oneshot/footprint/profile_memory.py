@@ -7,7 +7,7 @@ from oneshot.footprint import expert_memory, terms
 from oneshot.footprint.terms import BATCH, DOUBLE, FLOAT, LENGTH, Stage, Term, computed, largest
 from oneshot.footprint.work import Work
 from oneshot.profiling.curvature import sequences_together
-from oneshot.profiling.embedding import EMBEDDING_PROBES, PREDICTED_SEQUENCES, PROBE_SHARES
+from oneshot.profiling.embedding import PREDICTED_SEQUENCES, PROBE_SHARES, TABLE_PROBES
 from oneshot.profiling.probes import num_probes, probe_sequences
 
 Terms = tuple[Term, ...]
@@ -35,7 +35,7 @@ def profile_stages(work: Work) -> list[Stage]:
     logits = (Term(work.outside_bytes), terms.output_head(work), *terms.predictions(work), probes)
     if work.grid.family.head is None:  # last states are compared, without a head
         logits = (computed(3 * FLOAT * length * shape.hidden_size, LENGTH), probes)
-    listed = _profiled_embedding(work, probes) if work.schedule.profiles_embedding else []
+    listed = _profiled_embedding(work, probes) if work.schedule.profiled_tables else []
     listed += [
         Stage("the profile's statistics", (*layer, *summed, terms.activations(work, shape.intermediate_size))),
         Stage("the profile's error curves", (*layer, *held, curves, copy, computed(probed * work.layer_bytes))),
@@ -78,7 +78,7 @@ def _profiled_embedding(work: Work, probes: Term) -> list[Stage]:
     """Return the stages in which reduced embeddings pass the dense model, while the other `probes` wait."""
     shape, length = work.shape, work.text.sequence_length
     head = terms.output_head(work)
-    sequences = (1 + len(PROBE_SHARES)) * EMBEDDING_PROBES + PREDICTED_SEQUENCES
+    sequences = (1 + len(PROBE_SHARES)) * TABLE_PROBES + PREDICTED_SEQUENCES
     states = computed(sequences * length * shape.hidden_size * work.dtype.itemsize, LENGTH)
     expanded, reduced = Term(work.outside_bytes), Term(math.ceil(sum(PROBE_SHARES) * work.outside_bytes))
     held = (head, states, expanded, reduced, probes)

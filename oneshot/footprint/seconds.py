@@ -22,7 +22,7 @@ from oneshot.linalg.psd import CONDITION_STEPS
 from oneshot.machine import Store
 from oneshot.planning.vocabulary import NUM_RANGES
 from oneshot.profiling import IMPORTANCE_TOKENS, curvature_tokens
-from oneshot.profiling.embedding import EMBEDDING_PROBES, PREDICTED_SEQUENCES, PROBE_SHARES
+from oneshot.profiling.embedding import PREDICTED_SEQUENCES, PROBE_SHARES, TABLE_PROBES
 from oneshot.profiling.probes import num_probes, probe_sequences
 from oneshot.profiling.profiler import STATISTICS_SEQUENCES
 from oneshot.stream import EXPERTS_TOGETHER
@@ -196,11 +196,11 @@ def _profile(work: Work, forward: float, rates: Rates) -> Seconds:
         if ffns:  # of the narrower experts, and of their curves
             seconds["solve"] += 2 * layers * _latency(work)
         seconds["transfer"] = layers * work.layer_bytes / rates.link
-    if work.schedule.profiles_embedding:
-        passed = len(PROBE_SHARES) * min(EMBEDDING_PROBES, work.text.num_sequences)
+    if tables := len(work.schedule.profiled_tables):
+        passed = len(PROBE_SHARES) * min(TABLE_PROBES, work.text.num_sequences)
         predicted = min(PREDICTED_SEQUENCES, work.text.num_sequences)
-        seconds["embedding"] = passed * layers * length * forward / rates.stream + (2 * passed + predicted) * logits
-        seconds["embedding"] += _order_of_tokens(work, rates)
+        seconds["embedding"] = passed * layers * length * forward / rates.stream + predicted * logits
+        seconds["embedding"] += tables * (2 * passed * logits + _order_of_tokens(work, rates))
     return seconds
 
 

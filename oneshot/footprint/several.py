@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from oneshot.footprint.rates import Rates
 from oneshot.footprint.work import Work
 from oneshot.machine.sharing import Loads
-from oneshot.profiling.embedding import EMBEDDING_PROBES
+from oneshot.profiling.embedding import TABLE_PROBES
 from oneshot.profiling.profiler import STATISTICS_SEQUENCES
 from oneshot.text import SELF
 from oneshot.text.self_written import DOCUMENT_TOKENS
@@ -33,7 +33,7 @@ def of_one_process(
         return shared
     batches = {"curvature": work.curvature_batches, "profile": _batches(work, STATISTICS_SEQUENCES)}
     documents = math.ceil(work.source_tokens.get(SELF, 0) / DOCUMENT_TOKENS)
-    probes = min(EMBEDDING_PROBES, work.text.num_sequences)
+    probes = min(TABLE_PROBES, work.text.num_sequences)
     for stage, phases in shared.items():
         _scale_(phases, OF_TEXT, _longest_part(batches.get(stage, _batches(work)), count))
         _scale_(phases, {"embedding"}, _longest_part(probes, count))

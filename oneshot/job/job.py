@@ -73,7 +73,8 @@ class Job:
         footprint: the predicted memory, disk and, in a dry run, time.
         divergences: which the profile predicts of each form; None without one. curve: of other sizes.
             mixture: the profile's verdict on one (`report.mixture`); None without it.
-        subspaces: the stream's, if the hidden size shrinks. embedding: tensors of a reduced embedding.
+        subspaces: the stream's, if the hidden size shrinks. tables: ranges of the vocabulary that replace tables of
+            the model.
         warnings, gram_notes: remarks of the measurements; notes on Grams are of all processes.
 
     Args:
@@ -89,11 +90,11 @@ class Job:
     curve: dict[str, float] | None = None
     mixture: dict[str, Any] | None = None
     subspaces: StreamSubspaces | None = None
-    embedding: Tensors | None = None
     warnings: tuple[str, ...] = ()
     gram_notes: Sequence[GramNote] = ()
 
     def __init__(self, config: Config, run: Run, *, target: Target | None = None, dry: bool = False) -> None:
+        self.tables: Tensors = {}
         # 1. where the result goes
         step = width_step_in(config.target.serving.engine, run.form)
         served = with_steps(run.grouped(config.target), run.model.shape, step)

@@ -122,7 +122,7 @@ def _states(job: Job) -> States:
         machine,
         job.run.text,
         dense_every=job.schedule.dense_every,
-        compressed_embedding=None if job.embedding is None else expanded(job.embedding, hidden_size, machine.device),
+        compressed_embedding=expanded(job.tables, hidden_size, machine.device) if job.plan.embedding else None,
         compressed_norm=partial(subspaces.norm, position=0) if subspaces is not None and norms_after else None,
     )
     if subspaces is not None and not norms_after:

@@ -18,6 +18,7 @@ from oneshot.export import (
 )
 from oneshot.export.gguf import FILE_NAME
 from oneshot.export.imatrix import TensorNames
+from oneshot.export.outside import with_ranges
 from oneshot.export.quantised import quantisation_config
 from oneshot.export.result_model import result_importance
 from oneshot.export.result_of_stock import open_result
@@ -47,7 +48,7 @@ def expect_parts(job: Job, journal: Journal) -> None:
             run.model,
             job.plan,
             job.subspaces,
-            job.embedding,
+            job.tables,
             config.save_dtype,
             quantisation=run.quantisation,
             blocks=blocks,
@@ -63,7 +64,7 @@ def write_outside(job: Job, journal: Journal) -> None:
     """Add the tensors outside the layers, which follow the layers in the journal, as far as it lacks them."""
     run, further, before = job.run, job.further, job.run.model.shape.num_hidden_layers
     run.tracker.enter("writing")
-    parts = run.form.outside(run.model, job.plan, job.subspaces, job.embedding)
+    parts = with_ranges(run.form.outside(run.model, job.plan, job.subspaces), job.tables)
     if further is not None:
         parts += further.outside(run.model.checkpoint)
         before += further.num_blocks

@@ -29,9 +29,10 @@ from oneshot.profiling import marks_of
 from oneshot.report.mixture import verdict_record
 from oneshot.report.progress import ProgressBar
 from oneshot.run import budget_of, grid_of
+from oneshot.tensors import Tensors
 
 logger = logging.getLogger(__name__)
-EMBEDDING = "embedding"  # the journal's name for a reduced embedding
+RANKED_TABLES = "tables"  # the journal's name for tables of the vocabulary with ranks
 
 
 def decide_sizes(job: Job, journal: Journal, types: OriginalTypes | None = None) -> None:
@@ -69,7 +70,7 @@ def decide_sizes(job: Job, journal: Journal, types: OriginalTypes | None = None)
         tell_of_missed_target(job)
     if schedule.finds_subspaces:
         run.watch.lap("hidden size")
-    job.embedding = journal.saved_tensors(EMBEDDING) if job.plan.embedding else None
+    job.tables = journal.saved_tensors(RANKED_TABLES) or {} if job.plan.tables else {}
     job.warnings = run.warnings.take()
     job.gram_notes = run.machine.workers.gather(run.warnings.notes_of_all + run.warnings.take_notes())
 
@@ -86,7 +87,7 @@ def tell_of_missed_target(job: Job) -> None:
 
 
 def _plan_by_profile(job: Job, journal: Journal, types: OriginalTypes | None) -> None:
-    """Plan from a profile, and predict divergences. The embedding at its ranks, which needs the profile, is saved."""
+    """Plan from a profile, and predict divergences. Tables at their ranks, which need the profile, are saved."""
     run, target, budget = job.run, job.config.target, job.budget
     measured = run.profile(job.schedule)
     run.tracker.enter("planning the sizes of the layers")
@@ -109,14 +110,15 @@ def _plan_by_profile(job: Job, journal: Journal, types: OriginalTypes | None) ->
     verdict = mixture_verdict(run.grid, measured)
     job.mixture = None if verdict is None else verdict_record(verdict)
     job.curve = share(0, lambda: predicted_curve(run.grid, run.method, target, sensitivity))
-    if plan.embedding:
-        run.tracker.step("reducing the embedding", brief=True)
-        device, workers = run.machine.device, run.machine.workers
-        evidence = measured.embedding_gram.to(device), measured.embedding_probabilities.to(device)
-        rows = TokenRows(run.model.read_embedding(), *evidence, marks_of(run.model))
-        reduced = reduce_embedding(rows, measured.embedding_order, plan.embedding, workers=workers)
-        if workers.is_main:
-            journal.save_tensors(EMBEDDING, reduced)
+    reduced, device, workers = Tensors(), run.machine.device, run.machine.workers
+    for table, ranges in plan.tables.items():
+        run.tracker.step(f"reducing the {table.replace('_', ' ')}", brief=True)
+        weight = run.model.read_embedding() if table == "embedding" else run.model.read_head()
+        evidence = measured.of_table(table, "gram").to(device), measured.token_probabilities.to(device)
+        rows = TokenRows(weight, *evidence, marks_of(run.model), table)
+        reduced |= reduce_embedding(rows, measured.of_table(table, "order"), ranges, workers=workers)
+    if reduced and workers.is_main:
+        journal.save_tensors(RANKED_TABLES, reduced)
     release_heap()  # of the profile and of the planner's solver
 
 

@@ -1,8 +1,11 @@
 """Measured error curves and sensitivities: a profile."""
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
+
+from oneshot.architecture import Table
 
 
 @dataclass(frozen=True)
@@ -65,14 +68,16 @@ class Profile:
         block_influence: `(layers,)`: one minus the mean cosine of the layer's input and output (ShortGPT equation 1).
         ffn_fluctuation: `(layers, n)`: variance of every neuron's activation, times its squared norm in the output
             linear.
+        token_probabilities: `(N,)`: how often each token is predicted; empty if no table was measured.
         embedding_gram: `(D, D)`: what a change of a row costs as a row of a tied output head, the mean `h hᵀ` of what
             it reads, and with output curvature also as the input of the first layer (`profiling.embedding`).
             `embedding_*` are empty if its sensitivity was not measured.
-        embedding_probabilities: `(N,)`: how often each token is predicted.
         embedding_order: `(N,)` int64: the tokens in the order in which they are cut into ranges of the vocabulary.
         embedding_errors: `(ranges, D + 1)`: what rank r of a range of the vocabulary loses of the logits, for every r
             (`embedding.range_errors`); the sum over ranges is one at rank 0; infinite for a forbidden rank.
         embedding_probes: `(probes, 2)`: these errors of a reduced embedding, and the divergence if only it is reduced.
+        output_head_gram, output_head_order, output_head_errors, output_head_probes: the same of an output head of its
+            own; empty for a tied one.
         origin: the model, the text and the settings that it was measured with.
         expert_order: `(layers, E)`: experts from the most to the least needed; empty in profiles of older versions.
         expert_order_errors: `(layers, E)`: what is lost, in the unit of `expert_errors`, if only the experts before
@@ -99,15 +104,24 @@ class Profile:
     ffn_divergence: torch.Tensor
     block_influence: torch.Tensor
     ffn_fluctuation: torch.Tensor
+    token_probabilities: torch.Tensor
     embedding_gram: torch.Tensor
-    embedding_probabilities: torch.Tensor
     embedding_order: torch.Tensor
     embedding_errors: torch.Tensor
     embedding_probes: torch.Tensor
+    output_head_gram: torch.Tensor
+    output_head_order: torch.Tensor
+    output_head_errors: torch.Tensor
+    output_head_probes: torch.Tensor
     origin: ProfileOrigin
     expert_order: torch.Tensor = field(default_factory=_unknown)
     expert_order_errors: torch.Tensor = field(default_factory=_unknown)
     expert_tokens: torch.Tensor = field(default_factory=_unknown)
+
+    def of_table(self, table: Table, name: Literal["gram", "order", "errors", "probes"]) -> torch.Tensor:
+        """Return the tensor of this name of a table of the vocabulary."""
+        found: torch.Tensor = getattr(self, f"{table}_{name}")
+        return found
 
     def __repr__(self) -> str:
         return f"Profile({len(self.ffn_errors)} layers, {self.origin})"

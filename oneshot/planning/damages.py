@@ -1,12 +1,12 @@
 """The predicted cost of sizes, from a profile."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
 import torch
 
-from oneshot.architecture import RANKED_KINDS, TableShape
+from oneshot.architecture import RANKED_KINDS, TABLES, Table, TableShape
 from oneshot.errors import CheckpointError
 from oneshot.method import Allocation
 from oneshot.planning.curves import Profile
@@ -15,9 +15,9 @@ from oneshot.planning.options import head_sizes
 from oneshot.planning.plan import Plan, RemovedUnit
 from oneshot.planning.vocabulary import vocabulary_ranges
 
-# On other kinds of text a smaller embedding costs more than on the calibration text, and no later layer corrects that
-# loss (benchmarks/records/experiments.md).
-EMBEDDING_CAUTION = 1.4
+# On other kinds of text a smaller embedding or head costs more than on the calibration text, and no later layer
+# corrects that loss (benchmarks/records/experiments.md).
+TABLE_CAUTION = 1.4
 # Of what removed experts cost, this share stays when the others are corrected (benchmarks/records/experiments.md).
 CORRECTED_SHARE = 0.45
 TINY = torch.finfo(torch.float64).tiny
@@ -31,8 +31,8 @@ leaving out a whole layer. The others are named by their field of a `LayerPlan`:
 `value_size (layers, h + 1)`, `num_experts (layers, E + 1)`, and the ranks of linears, `query_key_rank`, …
 `(layers, D + 1)`.
 
-`embedding (prices, ranges, D + 1)`: of rank r of a range of the vocabulary. An embedding costs the largest of the sums
-at all prices, because a large cut costs more for each error than a small one.
+`embedding`, `output_head (prices, ranges, D + 1)`: of rank r of a range of the vocabulary. A table costs the largest of
+the sums at all prices, because a large cut costs more for each error than a small one.
 """
 
 
@@ -43,7 +43,7 @@ def profiled_damages(profile: Profile, allocation: Allocation, grid: Grid) -> Da
     """
     damages = ALLOCATIONS[allocation](profile, grid)
     for kind, costs in damages.items():
-        if kind != "embedding" and costs.isnan().any():
+        if kind not in TABLES and costs.isnan().any():
             raise CheckpointError(
                 f"In layer {int(costs.isnan().nonzero()[0, 0])} the profile of {kind} is not a number, because weights "
                 "are too large for its sums; check the weights of this layer and those before it."
@@ -67,8 +67,8 @@ def even_damages(grid: Grid, head_unit: RemovedUnit) -> Damages:
         "heads": of_own([len(head_sizes(one, head_unit)) for one in of_layers]),
         "layers": torch.ones(layers, dtype=torch.float64),
     }
-    if grid.ranks_embedding:
-        damages["embedding"] = even(shape.hidden_size).expand(1, len(vocabulary_ranges(shape.vocab_size)), -1)
+    for table in grid.ranked_tables:
+        damages[table] = even(shape.hidden_size).expand(1, len(vocabulary_ranges(shape.vocab_size)), -1)
     if shape.experts is not None:
         damages["num_experts"] = even(shape.experts.count).expand(layers, -1)
     return damages | {f"{kind}_rank": even(shape.hidden_size).expand(layers, -1) for kind in RANKED_KINDS}
@@ -77,12 +77,14 @@ def even_damages(grid: Grid, head_unit: RemovedUnit) -> Damages:
 def sensitivity_damages(profile: Profile, _: Grid) -> Damages:
     """Return squared errors times the measured divergence of the model's output, in nats per token.
 
-    The embedding counts `EMBEDDING_CAUTION` times, and a sublayer that is left out its own measured divergence.
+    Tables of the vocabulary count `TABLE_CAUTION` times, and a sublayer that is left out its own measured divergence.
     """
     damages = _weighted_errors(profile, profile.ffn_sensitivity, profile.head_sensitivity)
     damages["ffn"][:, 0], damages["heads"][:, 0] = profile.ffn_divergence, profile.head_divergence
-    if len(profile.embedding_errors):
-        damages["embedding"] = EMBEDDING_CAUTION * embedding_damages(profile.embedding_probes, profile.embedding_errors)
+    for table in TABLES:
+        errors, probes = profile.of_table(table, "errors"), profile.of_table(table, "probes")
+        if len(errors):
+            damages[table] = TABLE_CAUTION * table_damages(probes, errors)
     ranks = profile.stream_sensitivity.view(-1, 1, 1) * profile.rank_errors
     return damages | {
         "query_key_size": profile.query_key_sensitivity.unsqueeze(1) * profile.query_key_errors,
@@ -92,10 +94,10 @@ def sensitivity_damages(profile: Profile, _: Grid) -> Damages:
     }
 
 
-def embedding_damages(probes: torch.Tensor, errors: torch.Tensor) -> torch.Tensor:
+def table_damages(probes: torch.Tensor, errors: torch.Tensor) -> torch.Tensor:
     """Return what ranks of ranges cost by the slopes between measured probes, `(probes, ranges, D + 1)`, in nats.
 
-    The divergence as a function of the whole embedding's error is taken as a convex polyline through zero and the
+    The divergence as a function of the whole table's error is taken as a convex polyline through zero and the
     probes: the largest of straight lines, whose offsets the ranges share equally.
 
     Args:
@@ -109,10 +111,13 @@ def embedding_damages(probes: torch.Tensor, errors: torch.Tensor) -> torch.Tenso
     return torch.stack(lines)
 
 
-def embedding_damage(tables: Sequence[TableShape], damages: torch.Tensor) -> float:
-    """Return what ranges of the vocabulary cost at these ranks, by `Damages["embedding"]`."""
-    ranges, ranks = range(len(tables)), [table.rank for table in tables]
-    return float(damages[:, ranges, ranks].sum(1).max())
+def damage_of_tables(tables: Mapping[Table, Sequence[TableShape]], damages: Damages) -> float:
+    """Return what tables cost whose ranges of the vocabulary have these ranks."""
+    total = 0.0
+    for name, ranges in tables.items():
+        ranks = [each.rank for each in ranges]
+        total += float(damages[name][:, range(len(ranks)), ranks].sum(1).max())
+    return total
 
 
 def error_damages(profile: Profile, _: Grid) -> Damages:
@@ -204,7 +209,7 @@ def is_priced(plan: Plan, damages: Damages) -> bool:
 
 def predicted_damage(plan: Plan, damages: Damages) -> float:
     """Return the sum of the damages of a plan's sizes."""
-    total = embedding_damage(plan.embedding, damages["embedding"]) if plan.embedding else 0.0
+    total = damage_of_tables(plan.tables, damages)
     for layer, kept in enumerate(plan.layers):
         if kept.is_left_out:
             total += float(damages["layers"][layer])

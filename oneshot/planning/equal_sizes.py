@@ -97,7 +97,7 @@ def with_equal_width(problem: Problem, plan: Plan) -> Plan:
     measures = [problem.measure(option) for option in options]
     half_step = (measures[1] - measures[0]) / 2 if len(measures) > 1 and not budget.is_ceiling else 0.0
     lowest = measures[0] - half_step
-    if budget.target < lowest and problem.reduces_embedding:
+    if budget.target < lowest and "embedding" in problem.reduced_tables:
         tables = equal_tables(grid.shape.vocab_size, grid.shape.hidden_size)
         options = [replace(options[0], embedding=ranges) for ranges in tables]
         measures = [problem.measure(option) for option in options]

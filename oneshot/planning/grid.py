@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from oneshot.architecture import Description, LayerShape, ModelShape, StackShape
+from oneshot.architecture import Description, LayerShape, ModelShape, StackShape, Table
 from oneshot.config import Target
 from oneshot.errors import PlanError, together
 from oneshot.method import AUTO, Allocation, Method
@@ -94,6 +94,20 @@ class Grid:
         return self.embedding_ranks and self._can_price_embedding and (self.shape.tied or self.has_curvature)
 
     @property
+    def _tables(self) -> list[Table]:
+        has_own_head = self.family.head is not None and not self.shape.tied and not self.shape.head_bias
+        return ["embedding", "output_head"] if has_own_head else ["embedding"]
+
+    @property
+    def ranked_tables(self) -> list[Table]:
+        """Return the tables of the vocabulary that can have ranks: the embedding, and an output head of its own."""
+        return self._tables if self.ranks_embedding else []
+
+    def priced_tables(self, method: Method) -> list[Table]:
+        """Return the tables of the vocabulary of which a profile knows what changes cost (`prices_embedding`)."""
+        return self._tables if self.prices_embedding(method) else []
+
+    @property
     def _can_price_embedding(self) -> bool:
         return self.family.reason_against("embedding ranks") is None and not self.shape.layer_norms
 
@@ -137,7 +151,7 @@ class Grid:
                 further = shape.further_parameters - 2 * shape.hidden_size
                 further += shape.tied * shape.vocab_size  # the means of the embedding's rows
                 stack = replace(stack, further_parameters=further, output_size=shape.hidden_size)
-        return replace(stack, layers=layers, embedding=plan.embedding)
+        return replace(stack, layers=layers, embedding=plan.embedding, output_head=plan.output_head)
 
     def layer(self, plan: Plan, number: int) -> LayerShape:
         """Return the shape of a layer of the compressed model, by its number in the dense one."""

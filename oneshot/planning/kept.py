@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 from itertools import takewhile
 from typing import Literal
 
-from oneshot.architecture import Description, ModelShape
+from oneshot.architecture import Description, ModelShape, Table
 from oneshot.errors import ConfigError
 
 Part = tuple[int, Literal["attention", "ffn"]]  # a layer, and what of it
@@ -14,11 +14,11 @@ Part = tuple[int, Literal["attention", "ffn"]]  # a layer, and what of it
 
 @dataclass(frozen=True)
 class Kept:
-    """What stays as it is: the layers whose attention does, those whose FFN or experts do, and the embedding."""
+    """What stays as it is: the layers whose attention does, those whose FFN or experts do, and tables."""
 
     attention: frozenset[int] = frozenset()
     ffn: frozenset[int] = frozenset()
-    embedding: bool = False
+    tables: frozenset[Table] = frozenset()
 
 
 NOTHING = Kept()
@@ -37,7 +37,9 @@ def find_kept(patterns: Sequence[str], family: Description, shape: ModelShape) -
     for layer in range(shape.num_hidden_layers):
         for kind, names in _linears(family, shape, layer):
             parts.setdefault((layer, kind), set()).update(names)
-    tables = {name.removesuffix(".weight") for name in (family.stack.embedding, family.head or family.stack.embedding)}
+    tables: dict[str, Table] = {family.stack.embedding.removesuffix(".weight"): "embedding"}
+    if family.head is not None:
+        tables[family.head.removesuffix(".weight")] = "embedding" if shape.tied else "output_head"
     # 2. Those that a pattern matches
     found: set[str] = set()
     for pattern in patterns:
@@ -66,7 +68,7 @@ def find_kept(patterns: Sequence[str], family: Description, shape: ModelShape) -
     return Kept(
         frozenset(layer for layer, kind in whole if kind == "attention"),
         frozenset(layer for layer, kind in whole if kind == "ffn"),
-        bool(found & tables),
+        frozenset(table for name, table in tables.items() if name in found),
     )
 
 

@@ -3,18 +3,18 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from itertools import product
+from itertools import chain, product
 from math import inf, prod
 from typing import Any
 
 import numpy as np
 import torch
 
-from oneshot.architecture import Attention, Experts, FeedForward, LayerShape, ModelShape, TableShape
+from oneshot.architecture import Attention, Experts, FeedForward, LayerShape, ModelShape, Table, TableShape
 from oneshot.errors import PlanError
 from oneshot.linalg.allocation import least_damage
 from oneshot.planning.budget import OutOfReachError
-from oneshot.planning.damages import embedding_damage
+from oneshot.planning.damages import damage_of_tables
 from oneshot.planning.options import Fields, expert_counts, head_sizes, inner_sizes, rank_options
 from oneshot.planning.plan import Plan
 from oneshot.planning.problem import Problem
@@ -23,6 +23,7 @@ from oneshot.planning.vocabulary import table_options
 from oneshot.serving import ANY
 
 HALVES: tuple[Half, Half] = ("ffn", "attention")
+Tables = dict[Table, list["Item"]]  # what every range of the vocabulary may be, of the tables that have ranges
 Choice = tuple[list[Fields], np.ndarray]  # what it may be, and the damage of each in every layer, `(layers, members)`
 NO_HEADS: Fields = {"num_attention_heads": 0, "num_key_value_heads": 0, "query_key_size": None, "value_size": None}
 
@@ -61,19 +62,20 @@ def with_own_sizes(problem: Problem, plan: Plan) -> Plan:
     """
     grid, budget, total = problem.grid, problem.budget, problem.measure(plan)
     # 1. What every sublayer of every layer, and every range of the vocabulary, may be
-    sublayers, prices = _sublayer_items(problem, plan), _table_items(problem, plan)
+    sublayers, several = _sublayer_items(problem, plan), _table_items(problem, plan)
     halves, left = [*sublayers.values()], budget.target - total
-    # 2. One option of each, at every price of the embedding; one that stays needs no places of tokens
-    several = [halves, *([*halves, *tables] for tables in prices)]
-    found = [(items, chosen) for items in several if (chosen := _chosen(items, left)) is not None]
+    # 2. One option of each, at every price of every table; one that stays needs no places of tokens
+    items = [[*halves, *chain(*tables.values())] for tables in several]
+    solved = [_chosen(one, left) for one in items]
+    found = [(tables, chosen) for tables, chosen in zip(several, solved, strict=True) if chosen is not None]
     if not found:
-        raise OutOfReachError(budget, total + sum(float(item.costs.min()) for item in several[-1]))
+        raise OutOfReachError(budget, total + min(sum(float(item.costs.min()) for item in one) for one in items))
 
-    def damage(items: Sequence[Item], chosen: Sequence[int]) -> float:
-        ranges = _ranges(items[len(halves) :], chosen[len(halves) :])
-        return _damage(halves, chosen) + (embedding_damage(ranges, problem.known_damages["embedding"]) if ranges else 0)
+    def damage(tables: Tables, chosen: Sequence[int]) -> float:
+        ranges = _ranges(tables, chosen[len(halves) :])
+        return _damage(halves, chosen) + damage_of_tables(ranges, problem.known_damages)
 
-    items, chosen = min(found, key=lambda one: damage(*one))
+    tables, chosen = min(found, key=lambda one: damage(*one))
     members = [item.members(option) for item, option in zip(halves, chosen, strict=False)]
     # 3. The plan that states them
     layers = list(plan.layers)
@@ -81,12 +83,14 @@ def with_own_sizes(problem: Problem, plan: Plan) -> Plan:
         layers[layer] = replace(layers[layer], **reduce(dict.__or__, of_choices))
     if not any(layers[layer].num_attention_heads for layer in plan.kept_layers if grid.family.attends(layer)):
         raise PlanError("The target leaves no attention in any layer; ask for a smaller --sparsity.")
-    return replace(plan, layers=tuple(layers), embedding=_ranges(items[len(halves) :], chosen[len(halves) :]))
+    of_tables: dict[str, Any] = {**_ranges(tables, chosen[len(halves) :])}
+    return replace(plan, layers=tuple(layers), **of_tables)
 
 
-def _ranges(tables: Sequence[Item], chosen: Sequence[int]) -> tuple[TableShape, ...]:
-    """Return the chosen ranges of the vocabulary; none if the embedding stays."""
-    return tuple(item.members(option)[0] for item, option in zip(tables, chosen, strict=True))
+def _ranges(tables: Tables, chosen: Sequence[int]) -> dict[Table, tuple[TableShape, ...]]:
+    """Return the chosen ranges of the vocabulary of every table that has some."""
+    left = iter(chosen)
+    return {table: tuple(item.members(next(left))[0] for item in items) for table, items in tables.items()}
 
 
 def _damage(items: Sequence[Item], chosen: Sequence[int]) -> float:
@@ -128,19 +132,32 @@ def _sublayer_items(problem: Problem, plan: Plan) -> dict[tuple[int, Half], Item
     return {(layer, half): items[layer, half] for layer in plan.kept_layers for half in HALVES}
 
 
-def _table_items(problem: Problem, plan: Plan) -> list[list[Item]]:
-    """Return what every range of the vocabulary may be at every price of the embedding; nothing if it stays."""
-    damages = problem.known_damages.get("embedding")
-    if not problem.reduces_embedding or damages is None:
-        return []
+def _table_items(problem: Problem, plan: Plan) -> list[Tables]:
+    """Return what every range of the vocabulary may be: each table whole, or at any of its prices."""
+    tables = [table for table in problem.reduced_tables if table in problem.known_damages]
+    prices = [[None, *_priced_ranges(problem, plan, table)] for table in tables]
+    return [
+        {table: items for table, items in zip(tables, of_tables, strict=True) if items is not None}
+        for of_tables in product(*prices)
+    ]
+
+
+def _priced_ranges(problem: Problem, plan: Plan, name: Table) -> list[list[Item]]:
+    """Return what every range of the vocabulary of a table may be at every price."""
+    damages = problem.known_damages[name]
     ranges = table_options(damages[0], problem.grid.shape.vocab_size)
     measure, stack, whole = problem.budget.measure, problem.grid.stack(plan), [one[-1] for one in ranges]
-    total = measure(replace(stack, embedding=tuple(whole)))
+
+    def measured(tables: Sequence[TableShape]) -> float:
+        reduced: dict[str, Any] = {name: tuple(tables)}
+        return measure(replace(stack, **reduced))
+
+    total = measured(whole)
     places = (total - measure(stack)) / len(ranges)  # which a plan has for all ranges or for none
     prices: list[list[Item]] = [[] for _ in damages]
     for index, tables in enumerate(ranges):
-        stacks = [replace(stack, embedding=(*whole[:index], table, *whole[index + 1 :])) for table in tables]
-        costs, ranks = np.array([measure(option) - total for option in stacks]) + places, [one.rank for one in tables]
+        stacks = [measured((*whole[:index], table, *whole[index + 1 :])) for table in tables]
+        costs, ranks = np.array(stacks) - total + places, [one.rank for one in tables]
         for items, lost in zip(prices, damages, strict=True):
             items.append(Item.of([tables], lost[index, ranks].numpy(), costs))
     return prices

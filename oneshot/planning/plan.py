@@ -4,7 +4,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from oneshot.architecture import RANKED_KINDS, ModelShape, RankedKind, TableShape
+from oneshot.architecture import RANKED_KINDS, TABLES, ModelShape, RankedKind, Table, TableShape
 from oneshot.method import Method
 
 
@@ -71,13 +71,15 @@ class Plan:
         layers: one entry for each dense layer.
         head_unit: what a removed head is: a whole KV group, or one query head of every group of a layer.
         hidden: None if the residual stream keeps its width.
-        embedding: ranges of the vocabulary and their ranks; empty if the embedding stays whole.
+        embedding, output_head: ranges of the vocabulary and their ranks; empty if the table stays whole. A tied head is
+            the embedding.
     """
 
     layers: tuple[LayerPlan, ...]
     head_unit: RemovedUnit
     hidden: HiddenPlan | None = None
     embedding: tuple[TableShape, ...] = ()
+    output_head: tuple[TableShape, ...] = ()
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> "Plan":
@@ -86,8 +88,14 @@ class Plan:
         if hidden is not None:
             hidden = HiddenPlan(**{name: tuple(value) for name, value in hidden.items()})
         layers = tuple(LayerPlan(**layer) for layer in values["layers"])
-        embedding = tuple(TableShape(**table) for table in values["embedding"])
-        return Plan(**{**values, "layers": layers, "hidden": hidden, "embedding": embedding})
+        tables: dict[str, Any] = {name: tuple(TableShape(**table) for table in values[name]) for name in TABLES}
+        return Plan(**{**values, **tables, "layers": layers, "hidden": hidden})
+
+    @property
+    def tables(self) -> dict[Table, tuple[TableShape, ...]]:
+        """Return the ranges of the tables that have ranks."""
+        of_tables: dict[Table, tuple[TableShape, ...]] = {"embedding": self.embedding, "output_head": self.output_head}
+        return {name: ranges for name, ranges in of_tables.items() if ranges}
 
     @property
     def kept_layers(self) -> list[int]:

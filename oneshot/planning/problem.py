@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 
+from oneshot.architecture import Table
 from oneshot.config import Target
 from oneshot.errors import PlanError
 from oneshot.method import Method
@@ -45,9 +46,10 @@ class Problem:
         return self.damages
 
     @property
-    def reduces_embedding(self) -> bool:
-        """Return whether ranges of the vocabulary may have ranks."""
-        return self.method.embedding != "none" and not self.grid.kept.embedding
+    def reduced_tables(self) -> list[Table]:
+        """Return the tables whose ranges of the vocabulary may have ranks."""
+        tables = self.grid.ranked_tables if self.method.embedding != "none" else []
+        return [table for table in tables if table not in self.grid.kept.tables]
 
     @property
     def width_step(self) -> int:

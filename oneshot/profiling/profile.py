@@ -1,16 +1,17 @@
-"""Making a profile: the layers in order, then the embedding."""
+"""Making a profile: the layers in order, then the tables of the vocabulary."""
 
 import logging
 from collections.abc import Sequence
 from functools import partial
 
+from oneshot.architecture import Table
 from oneshot.checkpoint import Model
 from oneshot.checkpoint.safe_files import config_hash
 from oneshot.compression import Curvature
 from oneshot.machine import Machine
 from oneshot.method import Method
 from oneshot.planning import Profile, ProfileOrigin, removed_unit
-from oneshot.profiling.embedding import embedding_steps, no_embedding_profile, profile_embedding
+from oneshot.profiling.embedding import no_table_profile, profile_tables, table_steps
 from oneshot.profiling.profiler import LayerProfiler
 from oneshot.report.progress import ProgressBar, Tracker
 from oneshot.report.provenance import versions
@@ -27,7 +28,7 @@ def make_profile(
     machine: Machine,
     *,
     kinds: Sequence[str],
-    with_embedding: bool,
+    tables: Sequence[Table],
     curvature: Curvature | None = None,
     tracker: Tracker | None = None,
 ) -> Profile:
@@ -35,7 +36,8 @@ def make_profile(
 
     Args:
         kinds: members of `probes.PROBED_KINDS` whose sensitivity is measured.
-        with_embedding: whether the embedding's ranks are measured; a few sequences then pass the layers once more.
+        tables: of the vocabulary, whose ranks are measured; with the embedding a few sequences pass the layers once
+            more.
         curvature: output curvature, in whose metric errors are measured; None for squared errors.
     """
     tracker = Tracker() if tracker is None else tracker
@@ -49,12 +51,15 @@ def make_profile(
     for layer, tensors in enumerate(layers()):
         profiler.profile_layer(layer, tensors)
         del tensors  # free before the next layer is waited for
-    embedding = no_embedding_profile()
-    if with_embedding:
-        steps = embedding_steps(model)
+    of_tables = no_table_profile()
+    if tables:
+        steps = table_steps(model, tables)
         progress = ProgressBar(tracker, total=steps, stage="ranks of the embedding", unit="steps")
-        embedding = profile_embedding(
-            *(model, profiler.states, profiler.text, layers), curvature=curvature, advance=progress.advance
+        of_tables = profile_tables(
+            *(model, profiler.states, profiler.text, layers),
+            tables=tables,
+            curvature=curvature,
+            advance=progress.advance,
         )
     tracker.step("comparing outputs", brief=True)
     origin = ProfileOrigin(
@@ -68,7 +73,7 @@ def make_profile(
         curvature="none" if curvature is None else method.curvature,
         weights={} if model.checkpoint.log is None else model.checkpoint.log.hashes,
     )
-    profile = profiler.finish(origin, embedding)
+    profile = profiler.finish(origin, of_tables)
     if machine.workers.is_main:
         _warn_of_unseen(profile)
     return profile

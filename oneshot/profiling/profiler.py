@@ -171,8 +171,8 @@ class LayerProfiler:
         norm = BranchNorm.of(stack.sublayers[index], tensors, self._machine.device) if self._predicts else None
         return SublayerOutput(dense, index, x, norm)
 
-    def finish(self, origin: ProfileOrigin, embedding: Tensors) -> Profile:
-        """Return the profile, with its `embedding_…` tensors; the probes pass the final norm and the output head."""
+    def finish(self, origin: ProfileOrigin, of_tables: Tensors) -> Profile:
+        """Return the profile, with its tensors of tables; the probes pass the final norm and the output head."""
         by_kind, of_stream = self._probes.sensitivities(self.states.builder.output(), len(self._curves))
         costs = torch.tensor(self._costs, dtype=torch.float64)
         self.states.close()
@@ -199,7 +199,7 @@ class LayerProfiler:
             head_divergence=by_kind["no heads"],
             ffn_divergence=by_kind["no ffn"],
             block_influence=torch.tensor(self._influence, dtype=torch.float64),
-            **embedding,
+            **of_tables,
             origin=origin,
         )
 

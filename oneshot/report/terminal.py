@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from oneshot.architecture import RANKED_KINDS
+from oneshot.architecture import RANKED_KINDS, TABLES
 from oneshot.errors import printable
 from oneshot.planning import Profile
 from oneshot.report.layer_table import divergence_name, layer_table, size_rows
@@ -42,9 +42,10 @@ def print_report(report: Report) -> None:
     columns, rows = layer_table(report)
     if any(column.startswith("rank") for column in columns):
         console.print(_table("kept sizes and ranks by layer", columns, rows))
-    if report.plan["embedding"]:
-        ranks = ", ".join(str(table["rank"]) for table in report.plan["embedding"])
-        console.print(f"embedding: ranks {ranks} of {report.dense_shape['hidden_size']} by ranges of the vocabulary")
+    for table in TABLES:
+        if report.plan.get(table):  # older reports have none of the head
+            ranks, width = ", ".join(str(one["rank"]) for one in report.plan[table]), report.dense_shape["hidden_size"]
+            console.print(f"{table.replace('_', ' ')}: ranks {ranks} of {width} by ranges of the vocabulary")
     layers = report.plan["layers"]
     counts = {kind: sum(layer[f"{kind}_rank"] is not None for layer in layers) for kind in RANKED_KINDS}
     shares = [f"{kind.replace('_', ' and ')} in {count}" for kind, count in counts.items() if count]

@@ -89,7 +89,7 @@ def tell_of_ranks(stored: StackShape, plain: Model, method: Method) -> bool:
     Otherwise they count as whole matrices. `plain`: the model without biases that only the result has.
     """
     counted = f"{stored.stored_parameters():,}"
-    if (stored.has_linear_ranks and method.plans_ranks) or (stored.embedding and method.embedding == "low-rank"):
+    if (stored.has_linear_ranks and method.plans_ranks) or (stored.has_table_ranks and method.embedding == "low-rank"):
         logger.warning(
             "The input stores matrices of low rank, which are multiplied out when they are read; ranks are chosen "
             "anew, and removed shares count from the %s parameters that it stores.",

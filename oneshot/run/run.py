@@ -287,7 +287,7 @@ class Run:
             self.method,
             self.machine,
             kinds=schedule.profiled_kinds,
-            with_embedding=schedule.profiles_embedding,
+            tables=schedule.profiled_tables,
             curvature=self.curvature if schedule.weighs_output else None,
             tracker=self.tracker,
         )

@@ -18,14 +18,14 @@ from torch.nn import functional
 
 from oneshot import OneshotError
 from oneshot.architecture import TableShape
-from oneshot.compression.embedding import PLACES, TokenRows, expanded, order_of_tokens, range_errors, reduce_embedding
+from oneshot.compression.embedding import MODULES, TokenRows, expanded, order_of_tokens, range_errors, reduce_embedding
 from oneshot.evaluation import load_model
 from oneshot.export.modeling_oneshot import OneshotEmbedding, OneshotTiedHead
 from oneshot.linalg.low_rank import ROOT_DAMPING
 from oneshot.pipeline import compress, profile
 from oneshot.planning.vocabulary import NUM_RANGES, smaller_tables, table_options, vocabulary_ranges
 from oneshot.profiling import load_profile
-from oneshot.profiling.embedding import EMBEDDING_PROBES, embedding_probes
+from oneshot.profiling.embedding import TABLE_PROBES, table_probes
 from oneshot.text import load_tokenizer, special_tokens
 
 CPU = torch.device("cpu")
@@ -159,8 +159,8 @@ def test_tokens_move_to_ranges_that_hold_them(marks: Any) -> None:
     assert weighted_error(rows, order, 0.7) < (0.3 if len(marks) < 10 else 1) * before + 1e-12
     reduced = reduce_embedding(rows, order, smaller_tables(range_errors(rows, order), 1600, 0.7))
     found = expanded(reduced, 32)
-    assert torch.equal(order[reduced[PLACES]], torch.arange(1600))
-    torch.testing.assert_close(found[list(marks)], rows.embedding[list(marks)], rtol=0, atol=1e-5)
+    assert torch.equal(order[reduced[f"{MODULES['embedding']}.places"]], torch.arange(1600))
+    torch.testing.assert_close(found[list(marks)], rows.weight[list(marks)], rtol=0, atol=1e-5)
 
 
 def test_tokens_stay_where_all_ranges_are_alike() -> None:
@@ -253,13 +253,13 @@ def test_a_profile_has_the_costs_of_the_embedding(rarely_wide: Path, make_config
     again = load_profile(folder)
     for name in (
         "embedding_gram",
-        "embedding_probabilities",
+        "token_probabilities",
         "embedding_order",
         "embedding_errors",
         "embedding_probes",
     ):
         assert torch.equal(getattr(found, name), getattr(again, name))
-    assert float(found.embedding_probabilities.sum()) == pytest.approx(1.0, abs=1e-4)
+    assert float(found.token_probabilities.sum()) == pytest.approx(1.0, abs=1e-4)
     assert found.embedding_probes.min() >= 0
     config = make_config(rarely_wide, form="per-layer", output=str(tmp_path / "own"))
     compress(config)
@@ -278,13 +278,13 @@ def test_probes_have_the_divergence_of_the_whole_model(
     found = profile(config)
     dense, reduced = (AutoModelForCausalLM.from_pretrained(checkpoint).eval() for _ in range(2))
     weight = reduced.get_input_embeddings().weight
-    probes = embedding_probes(found.embedding_errors, VOCABULARY)
+    probes = table_probes(found.embedding_errors, VOCABULARY)
     assert torch.equal(found.embedding_probes[:, 0], torch.tensor([lost for _, lost in probes], dtype=torch.float64))
     assert len(probes) > 1, "several must lose enough"
     assert all(lost > 1e-3 for _, lost in probes), "a probe must lose something"
     marks = special_tokens(load_tokenizer(checkpoint), VOCABULARY)
-    rows = TokenRows(weight.data, found.embedding_gram, found.embedding_probabilities, marks)
-    text = calibration_tokens(config)[:EMBEDDING_PROBES]
+    rows = TokenRows(weight.data, found.embedding_gram, found.token_probabilities, marks)
+    text = calibration_tokens(config)[:TABLE_PROBES]
     for (tables, _), divergence in zip(probes, found.embedding_probes[:, 1].tolist(), strict=True):
         weight.data = expanded(reduce_embedding(rows, found.embedding_order, tables), HIDDEN)
         with torch.no_grad():
