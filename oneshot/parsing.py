@@ -37,12 +37,18 @@ def _parse(text: str, suffixes: dict[str, int], expected: str) -> int:
 
 
 def parse_share(text: str) -> float:
-    """Parse a share: `"5%"` and `"0.05"` are 0.05. Raises `ConfigError` for anything else."""
+    """Parse a share: `"5%"` and `"0.05"` are 0.05.
+
+    Raises `ConfigError` for anything else, also for 1 and more without `%`, which may be meant in per cent.
+    """
     number = text.strip().removesuffix("%")
     try:
-        return float(number) / (1 if number == text.strip() else 100)
+        share = float(number) / (1 if number == text.strip() else 100)
     except ValueError as error:
         raise ConfigError(f"{text!r} is not a share such as 5% or 0.05.") from error
+    if number == text.strip() and share >= 1:
+        raise ConfigError(f"{text!r} is a share of {share:.0%}; write {number}%, or {100 * share:g}% if it is meant.")
+    return share
 
 
 def full_dtype(name: str) -> str:

@@ -64,9 +64,10 @@ def within_loss(grid: Grid, method: Method, target: Target, damages: Damages, se
 
     fits = bisect(range(1, MOST), allowed, key=predicted)
     if not fits:
+        least = 100 * math.expm1(predicted(1))
         raise PlanError(
-            f"Removing {LEAST_SHARE:.1%} of the parameters is predicted to raise the perplexity by "
-            f"{math.expm1(predicted(1)):.1%}, and --max-loss {100 * target.max_loss:.3g}% is allowed; allow more."
+            f"Removing {LEAST_SHARE:.1%} of the parameters is predicted to raise the perplexity by {least:.2g}%, and "
+            f"--max-loss {100 * target.max_loss:.3g}% is allowed; allow more."
         )
     return with_share(target, round(fits * LEAST_SHARE, 3))
 

@@ -34,13 +34,16 @@ def settled_form(config: Config, model: Model) -> Form:
 
 
 def settled_method(config: Config, grid: Grid) -> Method:
-    """Return the method with every `auto` settled; it has the curvature of a given profile if it can."""
-    method = grid.settle(config.method, config.target)
-    if config.profile is None or config.method.curvature != AUTO:
-        return method
-    made = profile_origin(Path(config.profile).expanduser()).curvature
-    may_weigh = grid.has_curvature and method.may_weigh_output
-    return replace(method, curvature="fisher" if made == "fisher" and may_weigh else "none")
+    """Return the method with every `auto` settled; it has the curvature of a given profile if it can.
+
+    Raises `ConfigError` and `PlanError` as `Grid.settle`.
+    """
+    method = config.method
+    if config.profile is not None and method.curvature == AUTO:
+        made = profile_origin(Path(config.profile).expanduser()).curvature
+        may_weigh = grid.has_curvature and method.may_weigh_output
+        method = replace(method, curvature="fisher" if made == "fisher" and may_weigh else "none")
+    return grid.settle(method, config.target)
 
 
 def grid_of(form: Form, model: Model, target: Target) -> Grid:

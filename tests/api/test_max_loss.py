@@ -182,6 +182,13 @@ def test_other_words_are_no_shares(text: str) -> None:
         parse_share(text)
 
 
+@pytest.mark.parametrize("text", ["5", "1", "20.0"])
+def test_a_share_without_its_sign_is_asked_for(text: str) -> None:
+    """What is meant in per cent would remove nearly all."""
+    with pytest.raises(ConfigError, match=f"write {text}%, or "):
+        parse_share(text)
+
+
 def test_from_python_the_result_is_checked(asked: Config) -> None:
     report = oneshot.compress(asked.checkpoint, f"{asked.output}-python", max_loss=9.0, **python_options(asked)).report
     assert report.check is not None
