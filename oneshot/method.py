@@ -47,7 +47,8 @@ class Method:
         group_size: sublayers that share a projection, 0 for one projection in the whole model.
         shared_weight: weight of all other sublayers' statistics in a group's projection.
         token_weighting: in that projection tokens count equally (`unit`) or by their energy (`raw`).
-        embedding: `low-rank` gives ranges of the vocabulary their own ranks; `auto`: if the form can hold it.
+        embedding: `low-rank` gives ranges of the vocabulary their own ranks, in the embedding and in an output head of
+            its own; `auto`: if the form can hold it.
         correction: `bias` adds the mean of removed columns (FLAP); `same-layer` and `two-stream`: least squares.
         residual_target: target of a two-stream correction: the dense `stream` after the sublayer, or the sum that the
             dense `sublayer` adds to its own input (STAT section 3.1).

@@ -113,7 +113,7 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
         {
             "plans_by_profile": True,
             "profiled_kinds": (FFN, RANK),
-            "profiles_embedding": True,
+            "profiled_tables": ("embedding",),
             "weighs_output": True,
             "measures_curvature": True,
             "streams": 2,
@@ -153,7 +153,7 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
         {
             "plans_by_profile": True,
             "profiled_kinds": (FFN, HEADS),
-            "profiles_embedding": True,
+            "profiled_tables": ("embedding",),
             "streams": 2,
             "dense_every": 2,
             "solves_heads": True,
@@ -239,7 +239,7 @@ def test_a_given_profile_only_removes_the_profiled_kinds(
     schedule, _ = schedule_of(form, recipe, has_profile=True, **options)
     assert schedule == Schedule(**expected | {"profiled_kinds": ()})
     assert not schedule.makes_profile
-    assert schedule.may_rank_embedding == expected.get("profiles_embedding", False)
+    assert schedule.may_rank_tables == ("profiled_tables" in expected)
 
 
 @pytest.mark.parametrize(
@@ -250,13 +250,14 @@ def test_an_embedding_beside_rms_norms_is_profiled_if_its_price_is_known(shape: 
     ranked = not shape.layer_norms and (shape.tied or curvature == "fisher")
     given = {} if shape.layer_norms else {"curvature": curvature}
     schedule, _ = schedule_of("per-layer", "oneshot", shape=shape, sparsity=0.1, **given)
-    assert schedule.profiles_embedding == ranked
+    tables = ("embedding",) if shape.tied else ("embedding", "output_head")
+    assert schedule.profiled_tables == (tables if ranked else ())
     assert schedule.profiled_kinds == ((FFN, RANK) if shape.gated else (FFN,))
     alone = profile_schedule(grid_of("stock", shape), replace(find_recipe("oneshot"), curvature=curvature))
     weighs = curvature == "fisher"
     assert alone == Schedule(
         profiled_kinds=(FFN, HEADS, LAYER, SUBLAYER, INNER, RANK),
-        profiles_embedding=ranked,
+        profiled_tables=tables if ranked else (),
         weighs_output=weighs,
         measures_curvature=weighs,
     )
@@ -265,7 +266,7 @@ def test_an_embedding_beside_rms_norms_is_profiled_if_its_price_is_known(shape: 
 
 def test_ranks_of_an_embedding_beside_a_head_need_output_curvature() -> None:
     asked: dict[str, Any] = {"shape": UNTIED, "sparsity": 0.1, "embedding": "low-rank"}
-    assert schedule_of("per-layer", "oneshot", **asked)[0].profiles_embedding
+    assert schedule_of("per-layer", "oneshot", **asked)[0].profiled_tables == ("embedding", "output_head")
     for other in ({"curvature": "none"}, {"ranks": "none"}):
         with pytest.raises(PlanError, match="needs output curvature; add --set curvature=fisher, or leave it out"):
             schedule_of("per-layer", "oneshot", **asked, **other)

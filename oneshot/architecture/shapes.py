@@ -16,9 +16,10 @@ class StackShape:
     matrix from the last subspace to the embedding's (`mapped`), or `none`. `num_positions`, `num_token_types`: rows of
     learned embeddings of these. `embedding`, `output_head`: ranges of the vocabulary with their own ranks, of the
     embedding and of a head of its own; empty for a whole table. `final_norm`: a norm follows the last layer.
-    `output_size`: a linear follows it that leads back to so many coordinates; 0 for none. `table_width`: columns of the token embedding and of the head if linears lead from
-    there to the hidden size and back; 0 without such linears. `further_parameters`: of what is kept as it is, such as
-    a pooler or a classifier. `causal`: the model keeps the keys and values of earlier tokens.
+    `output_size`: a linear follows it that leads back to so many coordinates; 0 for none. `table_width`: columns of the
+    token embedding and of the head if linears lead from there to the hidden size and back; 0 without such linears.
+    `further_parameters`: of what is kept as it is, such as a pooler or a classifier. `causal`: the model keeps the keys
+    and values of earlier tokens.
     """
 
     layers: tuple[LayerShape, ...]

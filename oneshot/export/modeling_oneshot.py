@@ -413,6 +413,10 @@ class OneshotTiedHead(nn.Module):
         super().__init__()
         self._model = (model,)  # in a tuple: not a submodule, or its weights would be stored twice
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "OneshotTiedHead":
+        """Return a head of the model's copy if that was made before, else of the same model."""
+        return OneshotTiedHead(memo.get(id(self._model[0]), self._model[0]))
+
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         # looked up at every call, because a training library may put a copy in the embedding's place
         return self._model[0].embed_tokens(hidden_states, to_logits=True)
@@ -450,8 +454,8 @@ def mapped_output(model: Any, _: tuple[Any, ...], output: Any) -> Any:
     return output
 
 
-class OneshotVocabulary:
-    """The size of the vocabulary, also where the config lists its ranges under the names `ranges`."""
+class OneshotResult:
+    """What all results have: a vocabulary that grows, also where the config lists `ranges`, and an order of weights."""
 
     ranges = "embedding", "output_head"
 
@@ -485,8 +489,27 @@ class OneshotVocabulary:
             model.config.vocab_size = model.vocab_size = model.base_model.vocab_size = size + more
         return model.get_input_embeddings()
 
+    @torch.no_grad()
+    def lay_out_(self) -> None:
+        """Store linears with more outputs than inputs by columns: a CPU then decodes a token faster in float32.
 
-class OneshotModel(OneshotVocabulary, LlamaModel):
+        Answers, names, shapes, memory and saved copies stay. Libraries that shard parameters refuse this order.
+        """
+        model: Any = self
+        tied = getattr(
+            model.get_input_embeddings(), "weight", None
+        )  # a table that is also a head is saved by rows alone
+        for module in model.modules():
+            weight = getattr(module, "weight", None)
+            if type(module) not in (nn.Linear, OneshotTable) or type(weight) is not nn.Parameter or weight is tied:
+                continue  # also what a quantiser has put there
+            if weight.is_meta:
+                raise ValueError("Weights that are off-loaded have no order; open the model without off-loading.")
+            if len(weight) > weight.shape[1]:
+                weight.data = weight.data.t().contiguous().t()
+
+
+class OneshotModel(OneshotResult, LlamaModel):
     """The stack without its output head."""
 
     config_class = OneshotConfig
@@ -517,7 +540,7 @@ class OneshotModel(OneshotVocabulary, LlamaModel):
         self.post_init()
 
 
-class OneshotForCausalLM(OneshotVocabulary, LlamaForCausalLM):
+class OneshotForCausalLM(OneshotResult, LlamaForCausalLM):
     """The model with its output head."""
 
     config_class = OneshotConfig
@@ -590,19 +613,3 @@ class OneshotForCausalLM(OneshotVocabulary, LlamaForCausalLM):
                         setattr(sublayer, name, whole_linear(coordinates, linear))
                     setattr(sublayer, read, nn.Identity())
                     sizes[kind] = 0
-
-    @torch.no_grad()
-    def lay_out_(self) -> None:
-        """Store linears with more outputs than inputs by columns: a CPU then decodes a token faster in float32.
-
-        Answers, names, shapes, memory and saved copies stay. Libraries that shard parameters refuse this order.
-        """
-        tied = getattr(self.model.embed_tokens, "weight", None)  # a table that is also a head is saved by rows alone
-        for module in self.modules():
-            weight = getattr(module, "weight", None)
-            if type(module) not in (nn.Linear, OneshotTable) or type(weight) is not nn.Parameter or weight is tied:
-                continue  # also what a quantiser has put there
-            if weight.is_meta:
-                raise ValueError("Weights that are off-loaded have no order; open the model without off-loading.")
-            if len(weight) > weight.shape[1]:
-                weight.data = weight.data.t().contiguous().t()

@@ -17,8 +17,8 @@ from .modeling_oneshot import (
     OneshotCoordinates,
     OneshotEmbedding,
     OneshotHead,
+    OneshotResult,
     OneshotTiedHead,
-    OneshotVocabulary,
     refuse_pages,
 )
 
@@ -113,11 +113,13 @@ def refuse_engine(config: Any) -> None:
 def _resized(stock: Any) -> type:
     """Return the class of a family whose layers have the sizes of the config; with its output head or without."""
 
-    class Resized(OneshotVocabulary, stock):
+    class Resized(OneshotResult, stock):
         config_class = _config_of(stock.config_class)
         ranges = "embedding_ranges", "output_head_ranges"
+        _no_split_modules = [*(stock._no_split_modules or ()), "OneshotScaledEmbedding", "OneshotHead"]  # noqa: RUF012
 
         def __init__(self, config: Any) -> None:
+            self.lm_head: nn.Module
             refuse_engine(config)
             if config.embedding_ranges is not None:  # as in OneshotForCausalLM
                 config.tie_word_embeddings = False

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -88,7 +89,8 @@ def plans_with_share_of_heads(problem: Problem, plan: Plan, options: Sequence[Pl
 def with_equal_width(problem: Problem, plan: Plan) -> Plan:
     """Return the plan whose equal FFN widths come nearest to the budget.
 
-    If the smallest width is not small enough and the embedding may be reduced, its ranges also get equal ranks.
+    If the smallest width is not small enough and tables of the vocabulary may be reduced, their ranges also get equal
+    ranks.
     Raises `OutOfReachError`.
     """
     grid, budget, step, width = problem.grid, problem.budget, problem.width_step, problem.grid.shape.intermediate_size
@@ -97,9 +99,12 @@ def with_equal_width(problem: Problem, plan: Plan) -> Plan:
     measures = [problem.measure(option) for option in options]
     half_step = (measures[1] - measures[0]) / 2 if len(measures) > 1 and not budget.is_ceiling else 0.0
     lowest = measures[0] - half_step
-    if budget.target < lowest and "embedding" in problem.reduced_tables:
-        tables = equal_tables(grid.shape.vocab_size, grid.shape.hidden_size)
-        options = [replace(options[0], embedding=ranges) for ranges in tables]
+    if budget.target < lowest and problem.reduced_tables:
+        tables: list[dict[str, Any]] = [
+            dict.fromkeys(problem.reduced_tables, ranges)
+            for ranges in equal_tables(grid.shape.vocab_size, grid.shape.hidden_size)
+        ]
+        options = [replace(options[0], **ranges) for ranges in tables]
         measures = [problem.measure(option) for option in options]
         lowest = measures[0]
     if budget.target < lowest:

@@ -83,8 +83,13 @@ def with_own_sizes(problem: Problem, plan: Plan) -> Plan:
         layers[layer] = replace(layers[layer], **reduce(dict.__or__, of_choices))
     if not any(layers[layer].num_attention_heads for layer in plan.kept_layers if grid.family.attends(layer)):
         raise PlanError("The target leaves no attention in any layer; ask for a smaller --sparsity.")
-    of_tables: dict[str, Any] = {**_ranges(tables, chosen[len(halves) :])}
-    return replace(plan, layers=tuple(layers), **of_tables)
+    ranges = _ranges(tables, chosen[len(halves) :])
+    return replace(
+        plan,
+        layers=tuple(layers),
+        embedding=ranges.get("embedding", ()),
+        output_head=ranges.get("output_head", ()),
+    )
 
 
 def _ranges(tables: Tables, chosen: Sequence[int]) -> dict[Table, tuple[TableShape, ...]]:

@@ -24,9 +24,12 @@ def budget_of(run: Run, target: Target) -> Budget:
     kept = 1 - (target.sparsity or 0.0)
     if target.budget == "bytes":
         each = expected_bytes(save_dtype, checkpoint, 10**9) / 10**9
+
+        def stored(stack: StackShape) -> float:
+            return each * stack.stored_parameters() + (torch.int64.itemsize - each) * stack.indices()
+
         is_gguf = Path(run.config.checkpoint).suffix == ".gguf"  # other types; its weights count as they are saved
-        whole = each * dense.stored_parameters() if is_gguf else checkpoint.tensor_bytes
-        return Budget(kept * whole, lambda stack: each * stack.stored_parameters(), "bytes")
+        return Budget(kept * (stored(dense) if is_gguf else checkpoint.tensor_bytes), stored, "bytes")
     if target.budget == "flops":
         return Budget(kept * dense.flops_per_token(), StackShape.flops_per_token, "FLOPs per token")
     if target.budget == "latency":

@@ -44,7 +44,8 @@ def test_operations_are_those_that_torch_counts(family: str, length: int) -> Non
     [
         ("llama-one-kv-head", {"form": "per-layer", "sparsity": 0.4}),  # tied tables of several ranks
         ("llama-one-kv-head", {"form": "per-layer", "hidden": "pca", "hidden_rate": 0.3}),
-        ("mixtral", {"form": "per-layer", "experts": "effects", "sparsity": 0.3}),
+        ("llama", {"form": "per-layer", "sparsity": 0.2, "keep": ["layers.*"]}),  # two tables of several ranks
+        ("mixtral", {"form": "per-layer", "experts": "effects", "sparsity": 0.3, "embedding": "none"}),
         ("deepseek_v2", {}),
         ("lfm2", {}),
         ("falcon", {"form": "per-layer"}),
@@ -58,6 +59,7 @@ def test_a_report_counts_the_linears_and_the_cache_of_the_result(
     config = make_config(make_checkpoint(**variants()[name]), **options)
     report = compress(config)
     assert report.plan["embedding"] or name != "llama-one-kv-head" or "hidden" in options
+    assert report.plan["output_head"] or "keep" not in options
     for which, folder in (("dense", config.checkpoint), ("compressed", config.output)):
         model: Any = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, attn_implementation="eager")
         model.set_experts_implementation("eager")  # grouped products are not counted

@@ -65,7 +65,7 @@ PLUGIN_CASES: dict[str, tuple[Sizes, Sizes, Callable[[Sizes], bool]]] = {
         {"embedding": "auto", "sparsity": 0.3},
         ranked,
     ),
-    "ranks beside a head": ({"vocabulary": 4000}, {"embedding": "auto", "sparsity": 0.3}, ranked),
+    "ranks of two tables": ({"vocabulary": 4000}, {"embedding": "auto", "sparsity": 0.5}, ranked),
     "one KV head, ranks": ({"groups": 1, "attention_bias": True}, {}, ranked),
     "qwen2": ({"family": "qwen2", "tied": True}, {}, ranked),
     "qwen3": ({"family": "qwen3", "head_dim": 32}, {}, ranked),
@@ -108,7 +108,7 @@ RESIZED_CASES: dict[str, tuple[str, Sizes]] = {
         )
     },
     "gemma3_text, ranks of the embedding": ("gemma3_text", {"embedding": "auto", "sparsity": 0.3}),
-    "gemma3_text, ranks beside a head": ("gemma3_text", {"embedding": "auto", "sparsity": 0.3}),
+    "gemma3_text, ranks of two tables": ("gemma3_text", {"embedding": "auto", "sparsity": 0.5}),
     NO_RANKS: ("gemma3_text", {"ranks": "none"}),  # opened without the plugin
     FEWER_HEADS: ("granite", {"heads": "id", "sparsity": 0.3}),  # refused
 }

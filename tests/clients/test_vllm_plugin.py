@@ -22,7 +22,7 @@ IDLE: dict[str, dict[str, list[int]]] = {
 }
 
 ONE_KV_HEAD = "one KV head, ranks"
-EMBEDDINGS = "ranks of the embedding", "ranks beside a head"
+EMBEDDINGS = "ranks of the embedding", "ranks of two tables"
 TENSORS = ("ranks, biases", *EMBEDDINGS, "sizes inside heads", ONE_KV_HEAD)  # also by two processes
 LAYERS = ("ranks, biases", *EMBEDDINGS, "subspaces", "opt")
 PROCESSES = {f"{name}, shared tensors": (name, SHARED_TENSORS) for name in TENSORS}
@@ -90,6 +90,7 @@ def test_it_answers_as_transformers(name: str, answered: dict[str, Answered]) ->
             "attention"
         ]
     assert bool(config.embedding) == (settings.get("embedding") == "auto")
+    assert bool(config.output_head) == (name == EMBEDDINGS[1])
     assert not isinstance(answers, str), answers[-4000:]
     expected.agrees_with_vllm(answers)
 

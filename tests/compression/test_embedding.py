@@ -19,6 +19,7 @@ from torch.nn import functional
 from oneshot import OneshotError
 from oneshot.architecture import TableShape
 from oneshot.compression.embedding import MODULES, TokenRows, expanded, order_of_tokens, range_errors, reduce_embedding
+from oneshot.errors import PlanError
 from oneshot.evaluation import load_model
 from oneshot.export.modeling_oneshot import OneshotEmbedding, OneshotTiedHead
 from oneshot.linalg.low_rank import ROOT_DAMPING
@@ -356,3 +357,17 @@ def test_the_embedding_stays_whole(changes: dict[str, Any], rarely_wide: Path, m
     compress(config)
     names = {name for path in Path(config.output).glob("*.safetensors") for name in load_file(path)}
     assert "model.embed_tokens.weight" in names
+
+
+def test_a_given_profile_decides_whether_the_embedding_has_a_price(
+    make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    """Beside a head of its own it has one with output curvature alone, whether the run also plans ranks or not."""
+    folder = make_checkpoint()
+    for curvature in ("none", "fisher"):
+        profile(make_config(folder, form="per-layer", curvature=curvature, output=str(tmp_path / curvature)))
+    asked = make_config(folder, form="per-layer", sparsity=0.3, embedding="low-rank", ranks="none")
+    with pytest.raises(PlanError, match="needs output curvature"):
+        compress(replace(asked, profile=str(tmp_path / "none")))
+    report = compress(replace(asked, profile=str(tmp_path / "fisher")))
+    assert report.plan["embedding"] or report.plan["output_head"]

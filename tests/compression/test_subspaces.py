@@ -71,7 +71,7 @@ def write_folded(
     layers = (LayerPlan(shape.intermediate_size, shape.num_attention_heads, shape.num_key_value_heads),)
     plan = Plan(layers * shape.num_hidden_layers, "query-head", hidden=HiddenPlan(group_of, sizes))
     tensors: dict[str, torch.Tensor] = {}
-    for part in form.outside(model, plan, FixedSubspaces(group_of, bases), None):
+    for part in form.outside(model, plan, FixedSubspaces(group_of, bases)):
         tensors |= part()
     for layer in range(shape.num_hidden_layers):
         stored = model.read_layer(layer)

@@ -36,8 +36,8 @@ def test_ranks_of_two_tables(
 ) -> None:
     """The checkpoint opens, writes, is saved again, evaluated, read as an input, and its vocabulary grows."""
     folder = make_checkpoint(**CASES[family].options | {"hidden": 48, "tied": False})
-    config = make_config(folder, form="per-layer", sparsity=0.4, heads="none")
-    others = [MODULES[table].split(".")[-1] for table in TABLES if table not in tables]
+    config = make_config(folder, form="per-layer", sparsity=0.15 if len(tables) == 1 else 0.35, heads="none")
+    others = ["layers.*", *(MODULES[table].split(".")[-1] for table in TABLES if table not in tables)]
     config = replace(config, target=replace(config.target, keep=tuple(others)))
     report, output = compress(config), Path(config.output)
     model, tokens, stored = load(output), torch.arange(3, 40).unsqueeze(0), load_file(output / "model.safetensors")

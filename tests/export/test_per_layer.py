@@ -320,8 +320,9 @@ def test_the_evaluator_reads_it(compressed: Path, text_file: Path) -> None:
     model = load_model(compressed, device=CPU, dtype=torch.float32)
     linears = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
     biases = sum(module.bias.numel() for module in linears if module.bias is not None)
-    maps = [one for one in getattr(model.model.embed_tokens, "maps", ()) if isinstance(one.weight, torch.nn.Parameter)]
-    assert result.flops_per_token == 2 * (sum(module.weight.numel() for module in (*linears, *maps)) + biases)
+    maps = [one for of_table in (model.model.embed_tokens, model.lm_head) for one in getattr(of_table, "maps", ())]
+    read = [*linears, *(one for one in maps if hasattr(one, "weight")), *getattr(model.lm_head, "tables", ())]
+    assert result.flops_per_token == 2 * (sum(module.weight.numel() for module in read) + biases)
 
 
 def test_the_evaluators_command_reads_it(

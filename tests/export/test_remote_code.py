@@ -1,5 +1,6 @@
 """Results with a modelling file in the libraries of training and generation, and in a transformers that is too old."""
 
+import copy
 import importlib.metadata
 import shutil
 import sys
@@ -204,6 +205,18 @@ def test_a_tied_table_stays_by_rows_and_is_saved(
     model.save_pretrained(tmp_path / "saved")
     assert model.model.layers[0].mlp.gate_proj.weight.t().is_contiguous()
     torch.testing.assert_close(logits(opened(tmp_path / "saved")), before, rtol=1e-5, atol=1e-5)
+
+
+def test_a_copied_head_reads_the_embedding_that_is_there(folder: Path) -> None:
+    """Training libraries copy the head alone, and have to train one embedding; a copied model has its own."""
+    model = opened(folder)
+    head, whole = copy.deepcopy(model.lm_head), copy.deepcopy(model)
+    before, states = logits(model), torch.randn(2, WIDTH)
+    with torch.no_grad():
+        for table in model.model.embed_tokens.tables:
+            table.weight.mul_(2)
+    assert torch.equal(head(states), model.lm_head(states))
+    assert torch.equal(logits(whole), before)
 
 
 def test_weights_on_disk_are_not_laid_out(folder: Path, tmp_path: Path) -> None:

@@ -206,4 +206,14 @@ def test_ranks_of_a_scaled_embedding(
     torch.testing.assert_close(inner.embed_tokens(tokens), embedding[tokens] * 48**0.5, rtol=1e-4, atol=1e-5)
     states = inner(tokens).last_hidden_state
     torch.testing.assert_close(model(tokens).logits, states @ embedding.T, rtol=1e-4, atol=1e-4)
+    # a device has the whole embedding or nothing of it, and weights have another order
+    expected = model(tokens).logits
+    for limit in range(20_000, 120_000, 20_000):
+        limits: dict[str | int, int] = {"cpu": limit}
+        shared = AutoModelForCausalLM.from_pretrained(
+            output, trust_remote_code=True, device_map="auto", max_memory=limits, offload_folder=str(tmp_path / "disk")
+        )
+        torch.testing.assert_close(shared(tokens).logits, expected, rtol=1e-5, atol=1e-5)
+    model.lay_out_()
+    torch.testing.assert_close(model(tokens).logits, expected, rtol=1e-5, atol=1e-5)
     assert_it_writes_and_grows(model, report, text_file, tmp_path)

@@ -57,7 +57,7 @@ def test_bytes_count_the_orders_of_low_ranks(make_checkpoint: MakeCheckpoint, ma
         plan = replace(plan, layers=(replace(plan.layers[0], **{f"{kind}_rank": 256 for kind in RANKED_KINDS}),))
         tables = tuple(TableShape(part.stop - part.start, 64) for part in vocabulary_ranges(run.model.shape.vocab_size))
         stack = run.grid.stack(plan)
-        parts = planned_parts(run.form, run.model, plan, None, None, "keep")
+        parts = planned_parts(run.form, run.model, plan, None, {}, "keep")
         stored = {name: tensor for part in parts for name, tensor in part.items()}
         indices = sum(tensor.numel() for tensor in stored.values() if tensor.dtype == torch.int64)
         assert stack.indices() == indices == 4 * 512

@@ -10,6 +10,7 @@ from factories import Fails, MakeCheckpoint, MakeConfig
 from families.cases import CASES
 from safetensors.torch import load_file
 
+from oneshot.architecture import TABLES
 from oneshot.checkpoint import Checkpoint, identify
 from oneshot.config import Config
 from oneshot.errors import ConfigError, PlanError
@@ -25,9 +26,9 @@ PATTERNS: dict[str, tuple[list[str], Kept]] = {
     "two FFNs": (["layers.[0-1].mlp.*"], Kept(ffn=frozenset([0, 1]))),
     "an FFN": (["layers.2.mlp"], Kept(ffn=frozenset([2]))),
     "linear by linear": (["layers.2.mlp.[gu]*", "layers.2.mlp.down_proj"], Kept(ffn=frozenset([2]))),
-    "tables": (["embed_tokens"], Kept(embedding=True)),
-    "head": (["lm_head"], Kept(embedding=True)),
-    "all": (["*"], Kept(ALL, ALL, True)),
+    "tables": (["embed_tokens"], Kept(tables=frozenset(["embedding"]))),
+    "head": (["lm_head"], Kept(tables=frozenset(["output_head"]))),
+    "all": (["*"], Kept(ALL, ALL, frozenset(TABLES))),
 }
 
 
@@ -88,7 +89,7 @@ def test_a_share_that_what_is_kept_leaves_no_room_for_is_answered_with_that(
     with pytest.raises(PlanError, match=r"; leave out --keep\.$"):
         predict(make_config(folder, form="per-layer", keep=["*"]))
     with pytest.raises(PlanError, match=r"; ask for --sparsity [\d.]+ or less, or .*leave out --keep\.$"):
-        predict(make_config(folder, form="per-layer", keep=["layers.[01].*", "embed_tokens"], sparsity=0.3))
+        predict(make_config(folder, form="per-layer", keep=["layers.[01].*", "embed_tokens", "lm_head"], sparsity=0.3))
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ from oneshot.families import LLAMA
 from oneshot.linalg.interpolative import nested_errors, ordered_factor
 from oneshot.pipeline import compress, compress_sizes, predict, profile
 from oneshot.planning import Grid, LayerPlan, Plan, Profile, predicted_damage, reduced
-from oneshot.planning.damages import embedding_damage, embedding_damages, removed_fluctuation
+from oneshot.planning.damages import damage_of_tables, removed_fluctuation, table_damages
 from oneshot.profiling import LayerProfiler, load_profile
 from oneshot.profiling.layer_profile import LayerProfile
 from oneshot.profiling.probes import MIN_PROBE_ERROR, PROBE_SHARE, probe_size
@@ -497,13 +497,14 @@ def test_an_embedding_costs_what_its_probes_measured() -> None:
     errors = torch.rand(8, 9, generator=generator, dtype=torch.float64).sort(dim=1, descending=True).values
     errors[:, -1] = 0
     probes = torch.tensor([[0.1, 0.01], [0.3, 0.09], [0.8, 0.24]], dtype=torch.float64)  # slopes 0.1, 0.4, 0.3
-    damages = embedding_damages(probes, errors)
+    damages = {"embedding": table_damages(probes, errors)}
     for _ in range(20):
         ranks = torch.randint(9, (8,), generator=generator).tolist()
         lost = float(errors[range(8), ranks].sum())
         wanted = max(0.1 * lost, 0.01 + 0.4 * (lost - 0.1))
-        assert embedding_damage([TableShape(10, rank) for rank in ranks], damages) == pytest.approx(wanted)
-    assert embedding_damage([TableShape(10, 8)] * 8, damages) == 0
+        tables = [TableShape(10, rank) for rank in ranks]
+        assert damage_of_tables({"embedding": tables}, damages) == pytest.approx(wanted)
+    assert damage_of_tables({"embedding": [TableShape(10, 8)] * 8}, damages) == 0
 
 
 def test_a_family_with_fixed_heads(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:

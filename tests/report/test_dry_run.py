@@ -92,7 +92,7 @@ def test_it_says_what_a_run_planned_by_a_profile_will_make(
     make_checkpoint: MakeCheckpoint, make_config: MakeConfig
 ) -> None:
     """Not what equal layers would have."""
-    folder = make_checkpoint(layers=3)
+    folder = make_checkpoint(layers=3, hidden=64)
     dense = predict(make_config(folder)).stored_parameters["dense"]
     config = make_config(folder, form="per-layer", sparsity=None, parameters=round(0.83 * dense), num_sequences=4)
     predicted, report = predict(config), compress(config)

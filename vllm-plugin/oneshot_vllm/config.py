@@ -19,6 +19,7 @@ class OneshotConfig(LlamaConfig):
     num_positions: int = 0
     embedding: list[dict] | None = None
     own_head: bool = False
+    output_head: list[dict] | None = None
     centred_embedding: bool = False
     residual_dropout: float | int = 0.0
 

@@ -118,6 +118,8 @@ class OneshotForCausalLM(nn.Module, SupportsLoRA, SupportsPP):
         self.lm_head: Any = None
         if not reads_ranges(config) and not self.model.is_last:
             self.lm_head = PPMissingLayer()
+        elif config.output_head is not None:
+            self.lm_head = Embedding(config.output_head, config.layers[-1]["output_size"])
         elif not reads_ranges(config):
             width = config.layers[0]["hidden_size"] if config.head_map else config.layers[-1]["output_size"]
             self.lm_head = ParallelLMHead(config.vocab_size, width, bias=config.head_bias)
@@ -141,8 +143,9 @@ class OneshotForCausalLM(nn.Module, SupportsLoRA, SupportsPP):
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         """Last states `(n, width)` -> logits `(n, vocab_size)`; None on a GPU that does not sample."""
-        if self.lm_head is None:
-            return self.model.embed_tokens.logits(hidden_states)
+        ranges = self.model.embed_tokens if self.lm_head is None else self.lm_head
+        if isinstance(ranges, Embedding):
+            return ranges.logits(hidden_states)
         return self.logits_processor(self.lm_head, hidden_states, self.lm_head.bias)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:

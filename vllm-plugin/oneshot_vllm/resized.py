@@ -18,6 +18,7 @@ from vllm.model_executor.models.transformers import TransformersForCausalLM, Tra
 from vllm.model_executor.models.transformers.utils import replace_linear_class
 from vllm.model_executor.models.utils import extract_layer_index
 
+from oneshot_vllm.low_rank import Embedding
 from oneshot_vllm.refusals import ResizedRefusals, style_of
 
 
@@ -57,11 +58,14 @@ class Resized:
         ResizedRefusals.verify_and_update_config(vllm_config)  # also if vLLM's table of configs was not asked
         config: Any = vllm_config.model_config.hf_config
         super().__init__(vllm_config=vllm_config, prefix=prefix)
+        ranges = getattr(config, "output_head_ranges", None)  # which older results do not state
         if reads_ranges(config):
             self.lm_head = None
+        elif ranges is not None and self.pp_group.is_last_rank:
+            self.lm_head = Embedding(ranges, self.text_config.hidden_size)
         self.logits_processor = LogitsProcessor(
             config.vocab_size,
-            logits_as_input=self.lm_head is None,
+            logits_as_input=self.lm_head is None or isinstance(self.lm_head, Embedding),
             scale=logit_factor(config),
             soft_cap=getattr(config, "final_logit_softcapping", None),
         )
@@ -97,6 +101,8 @@ class Resized:
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         """Last states `(n, width)` -> logits `(n, vocab_size)`."""
+        if isinstance(self.lm_head, Embedding):
+            return self.logits_processor(None, self.lm_head.logits(hidden_states))
         if self.lm_head is not None:
             return super().compute_logits(hidden_states)
         embedding: Any = self.model.get_input_embeddings()
