@@ -496,9 +496,7 @@ class OneshotResult:
         Answers, names, shapes, memory and saved copies stay. Libraries that shard parameters refuse this order.
         """
         model: Any = self
-        tied = getattr(
-            model.get_input_embeddings(), "weight", None
-        )  # a table that is also a head is saved by rows alone
+        tied = getattr(model.get_input_embeddings(), "weight", None)  # a head that is this table is saved by rows alone
         for module in model.modules():
             weight = getattr(module, "weight", None)
             if type(module) not in (nn.Linear, OneshotTable) or type(weight) is not nn.Parameter or weight is tied:
@@ -513,7 +511,7 @@ class OneshotModel(OneshotResult, LlamaModel):
     """The stack without its output head."""
 
     config_class = OneshotConfig
-    _no_split_modules = ["OneshotDecoderLayer", "OneshotEmbedding", "OneshotHead"]  # noqa: RUF012
+    _no_split_modules = ["OneshotDecoderLayer", "OneshotEmbedding"]  # noqa: RUF012
     _can_record_outputs = {"hidden_states": OneshotDecoderLayer, "attentions": OneshotAttention}  # noqa: RUF012
 
     def __init__(self, config: OneshotConfig) -> None:

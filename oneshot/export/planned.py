@@ -62,6 +62,7 @@ def planned_parts(
     bases = None if subspaces is None else subspaces.on(META)
     ranges = {name: tensor.to(META) for name, tensor in tables.items()}
     parts += [read() for read in (*with_ranges(form.outside(empty, plan, bases), ranges), *beside)]
+    assert ranges.keys() <= {name for part in parts for name in part}, "ranges of a table that the form does not store"
     return layers + [cast(save_dtype, part) for part in parts]
 
 
