@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from oneshot.architecture import Description, Experts, LayerShape, Stack, read_by, stored_shapes
+from oneshot.architecture import Description, Experts, LayerShape, Stack, StackShape, read_by, stored_shapes
 from oneshot.checkpoint import Model, resized_config, stock_classes, stock_config, with_kept_layers, without_head
 from oneshot.checkpoint.own_sizes import WITHIN
 from oneshot.compression import StreamSubspaces
@@ -92,7 +92,7 @@ class ResizedForm(StockForm):
             "layers_name": model.family.stack.layers,
             "embedding_ranges": [asdict(table) for table in stack.embedding] or None,
             "resized": resized,
-            "sizes": asdict(stack),
+            "sizes": stated_sizes(stack),
             **({"output_head_ranges": [asdict(table) for table in stack.output_head]} if stack.output_head else {}),
             # layers that predict further tokens are whole, and the class makes them by the config
             **({} if _makes_further(model) else _equal_in_mixtures(resized)),
@@ -105,6 +105,11 @@ class ResizedForm(StockForm):
 
     def outside(self, model: Model, plan: Plan, subspaces: StreamSubspaces | None) -> list[Part]:
         return [partial(_as_class, model.family, part) for part in super().outside(model, plan, subspaces)]
+
+
+def stated_sizes(stack: StackShape) -> dict[str, Any]:
+    """Return the sizes that the config states, by which oneshot counts parameters; ranges of a head if it has some."""
+    return {name: size for name, size in asdict(stack).items() if name != "output_head" or size}
 
 
 def _low_rank(stack: Stack, tensors: Tensors) -> list[str]:

@@ -76,8 +76,10 @@ class Profile:
         embedding_errors: `(ranges, D + 1)`: what rank r of a range of the vocabulary loses of the logits, for every r
             (`embedding.range_errors`); the sum over ranges is one at rank 0; infinite for a forbidden rank.
         embedding_probes: `(probes, 2)`: these errors of a reduced embedding, and the divergence if only it is reduced.
-        output_head_gram, output_head_order, output_head_errors, output_head_probes: the same of an output head of its
-            own; empty for a tied one.
+        output_head_gram: the same of an output head of its own; `output_head_*` are empty for a tied one.
+        output_head_order: as `embedding_order`.
+        output_head_errors: as `embedding_errors`.
+        output_head_probes: as `embedding_probes`, of a smaller head.
         origin: the model, the text and the settings that it was measured with.
         expert_order: `(layers, E)`: experts from the most to the least needed; empty in profiles of older versions.
         expert_order_errors: `(layers, E)`: what is lost, in the unit of `expert_errors`, if only the experts before

@@ -71,8 +71,8 @@ class Plan:
         layers: one entry for each dense layer.
         head_unit: what a removed head is: a whole KV group, or one query head of every group of a layer.
         hidden: None if the residual stream keeps its width.
-        embedding, output_head: ranges of the vocabulary and their ranks; empty if the table stays whole. A tied head is
-            the embedding.
+        embedding: ranges of the vocabulary and their ranks; empty if the table stays whole. A tied head is this table.
+        output_head: the same of an output head of its own.
     """
 
     layers: tuple[LayerPlan, ...]

@@ -6,7 +6,7 @@ layer.
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from oneshot.export import renamed_ranks
 from oneshot.export.encoder import encoder_config, encoder_shape
 from oneshot.export.nemotron_nas import nemotron_nas_config
 from oneshot.export.per_layer import per_layer_config
+from oneshot.export.resized import stated_sizes
 
 WRITTEN: dict[str, Any] = json.loads((Path(__file__).parent / "stated_sizes.json").read_text())
 WHOLE = LayerShape(32, 32, 32, 64, 4, 2, query_key_size=8, value_size=8)
@@ -41,7 +42,7 @@ SHAPE = ModelShape(2, 32, 64, 4, 2, 8, vocab_size=400)
 LLAMA, BERT = {"model_type": "llama", "hidden_size": 32}, {"model_type": "bert", "max_position_embeddings": 64}
 WRITERS: dict[str, Callable[[StackShape], dict[str, Any]]] = {
     "per-layer": lambda stack: per_layer_config(LLAMA, SHAPE, stack),
-    "resized": lambda stack: {"sizes": asdict(stack)},
+    "resized": lambda stack: {"sizes": stated_sizes(stack)},
     "nemotron-nas": lambda stack: nemotron_nas_config(LLAMA, SHAPE, stack),
     "encoder": lambda stack: encoder_config(BERT, SHAPE, stack, has_pooler=False),
 }
