@@ -10,7 +10,15 @@ from oneshot.architecture.further import BEHIND, FurtherNames, stated_of_further
 from oneshot.architecture.further import PREFIX as FURTHER_PREFIX
 from oneshot.architecture.fused import from_files, fuse, part_of_output, split, stored_shapes, to_files
 from oneshot.architecture.latent import LatentSizes
-from oneshot.architecture.layer_shape import RANKED_KINDS, TABLES, LayerShape, RankedKind, Table, TableShape
+from oneshot.architecture.layer_shape import (
+    RANKED_KINDS,
+    TABLES,
+    LayerShape,
+    RankedKind,
+    Table,
+    TableShape,
+    table_shapes,
+)
 from oneshot.architecture.resizing import FIXED_HEADS_ALONE, scaled_epsilon, set_sizes, set_width
 from oneshot.architecture.shapes import ModelShape, StackShape
 from oneshot.architecture.sizes import check_layers, read_shape, wrong_tensor

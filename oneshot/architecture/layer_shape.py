@@ -1,6 +1,7 @@
 """Sizes of one layer, and of a range of the vocabulary; in a per-layer checkpoint every layer has its own."""
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, get_args
@@ -185,3 +186,8 @@ class TableShape:
     def map_parameters(self, width: int) -> int:
         """Return the parameters of the matrix, which every token passes."""
         return (width - self.rank) * self.rank
+
+
+def table_shapes(stated: Iterable[Mapping[str, int]]) -> tuple[TableShape, ...]:
+    """Return the inverse of `dataclasses.asdict` of each range of a table, also after JSON."""
+    return tuple(TableShape(**table) for table in stated)

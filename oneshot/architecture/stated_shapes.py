@@ -5,7 +5,7 @@ from typing import Any
 
 from oneshot.architecture.expert_sizes import ExpertSizes
 from oneshot.architecture.latent import LatentSizes
-from oneshot.architecture.layer_shape import LayerShape, TableShape
+from oneshot.architecture.layer_shape import TABLES, LayerShape, table_shapes
 from oneshot.architecture.shapes import StackShape
 
 # the per-layer form has no encoder–decoders and no norms of these kinds
@@ -16,7 +16,7 @@ WIDTH_STEP = 256  # engines that read `ffn_mult` round widths up to multiples of
 def per_layer_shape(config: dict[str, Any]) -> StackShape:
     """Return the sizes that the config.json of a per-layer checkpoint states."""
     names = {field.name for field in fields(LayerShape)} - set(NOT_IN_LAYERS)
-    embedding, output_head = (_ranges(config.get(name)) for name in ("embedding", "output_head"))
+    embedding, output_head = (table_shapes(config.get(table) or ()) for table in TABLES)
     ties = config["tie_word_embeddings"] or (embedding and not config.get("own_head"))
     return StackShape(
         tuple(LayerShape(**{name: layer[name] for name in names & layer.keys()}) for layer in config["layers"]),
@@ -29,15 +29,11 @@ def per_layer_shape(config: dict[str, Any]) -> StackShape:
     )
 
 
-def _ranges(stated: list[dict[str, int]] | None) -> tuple[TableShape, ...]:
-    return tuple(TableShape(**table) for table in stated or ())
-
-
 def resized_shape(config: dict[str, Any]) -> StackShape:
     """Return the sizes that the config.json of a per-layer checkpoint in its family's own class states."""
     sizes = config["sizes"]
     layers = tuple(_layer_shape(layer) for layer in sizes["layers"])
-    tables = {name: _ranges(sizes.get(name)) for name in ("embedding", "output_head")}
+    tables = {table: table_shapes(sizes.get(table) or ()) for table in TABLES}
     return StackShape(**sizes | tables | {"layers": layers})
 
 

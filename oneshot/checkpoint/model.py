@@ -14,6 +14,7 @@ from oneshot.architecture import (
     ModelShape,
     Stack,
     StackShape,
+    Table,
     as_stored,
     check_layers,
     from_files,
@@ -170,6 +171,10 @@ class Model:
             return self.read_embedding()
         assert self.family.head is not None
         return self.checkpoint.read_one(self.family.head)
+
+    def read_table(self, table: Table) -> torch.Tensor:
+        """Return a table of the vocabulary, `(vocabulary, D)`."""
+        return self.read_embedding() if table == "embedding" else self.read_head()
 
     def read_head_bias(self) -> torch.Tensor | None:
         """Return the bias of the output head; None without one."""

@@ -455,7 +455,7 @@ def mapped_output(model: Any, _: tuple[Any, ...], output: Any) -> Any:
 
 
 class OneshotResult:
-    """What all results have: a vocabulary that grows, also where the config lists `ranges`, and an order of weights."""
+    """Give results a vocabulary that grows, also where the config lists `ranges`, and an order of weights."""
 
     ranges = "embedding", "output_head"
 

@@ -111,11 +111,11 @@ def _plan_by_profile(job: Job, journal: Journal, types: OriginalTypes | None) ->
     job.mixture = None if verdict is None else verdict_record(verdict)
     job.curve = share(0, lambda: predicted_curve(run.grid, run.method, target, sensitivity))
     reduced, device, workers = Tensors(), run.machine.device, run.machine.workers
+    marks = marks_of(run.model) if plan.tables else []
     for table, ranges in plan.tables.items():
         run.tracker.step(f"reducing the {table.replace('_', ' ')}", brief=True)
-        weight = run.model.read_embedding() if table == "embedding" else run.model.read_head()
         evidence = measured.of_table(table, "gram").to(device), measured.token_probabilities.to(device)
-        rows = TokenRows(weight, *evidence, marks_of(run.model), table)
+        rows = TokenRows(run.model.read_table(table), *evidence, marks, table)
         reduced |= reduce_embedding(rows, measured.of_table(table, "order"), ranges, workers=workers)
     if reduced and workers.is_main:
         journal.save_tensors(RANKED_TABLES, reduced)

@@ -4,7 +4,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from oneshot.architecture import RANKED_KINDS, TABLES, ModelShape, RankedKind, Table, TableShape
+from oneshot.architecture import RANKED_KINDS, TABLES, ModelShape, RankedKind, Table, TableShape, table_shapes
 from oneshot.method import Method
 
 
@@ -88,7 +88,7 @@ class Plan:
         if hidden is not None:
             hidden = HiddenPlan(**{name: tuple(value) for name, value in hidden.items()})
         layers = tuple(LayerPlan(**layer) for layer in values["layers"])
-        tables: dict[str, Any] = {name: tuple(TableShape(**table) for table in values[name]) for name in TABLES}
+        tables: dict[str, Any] = {table: table_shapes(values[table]) for table in TABLES}
         return Plan(**{**values, **tables, "layers": layers, "hidden": hidden})
 
     @property

@@ -73,6 +73,7 @@ def profile_tables(
     # 1. What the output head reads, and how likely each token is
     machine, workers, head = states.machine, states.machine.workers, states.builder.output_head()
     read, probabilities, last, part = _read_by_head(model, states, head)
+    marks = marks_of(model)
     advance(1)
     measured = no_table_profile() | {"token_probabilities": probabilities.cpu()}
     for table in tables:
@@ -83,8 +84,8 @@ def profile_tables(
             gram += model.family.stack.embedding_scale**2 * curvature.of_states(machine.device)
         gram = towards_diagonal(gram, shrinkage_on_other_text(len(gram), states.num_tokens))
         # 3. The order of the tokens, and what every rank of every range loses
-        weight = model.read_embedding() if is_input else model.read_head()
-        rows = TokenRows(weight, gram, probabilities, marks_of(model), table)
+        weight = model.read_table(table)
+        rows = TokenRows(weight, gram, probabilities, marks, table)
         order = order_of_tokens(rows, workers=workers)
         advance(1)
         errors = range_errors(rows, order, workers=workers)
@@ -95,15 +96,11 @@ def profile_tables(
         weights = [partial(expanded, one, weight.shape[1], machine.device, table) for one in smaller]
         divergences = torch.zeros(len(probes), TABLE_PROBES, dtype=torch.float64, device=machine.device)
         if last:
-            passed: Sequence[Iterable[torch.Tensor]] = [last] * len(probes)
-            if is_input:
-                [batch] = text.part(part).batches(len(last))
-                passed = embedded = [states.builder.embed(whole(), batch) for whole in weights]
-                _pass_layers(embedded, states, layers, advance)
-            for index, (whole, of_probe) in enumerate(zip(weights, passed, strict=True)):
+            passed = _passed(weights, states, text.part(part), layers, advance) if is_input else [last] * len(probes)
+            for own, whole, of_probe in zip(divergences, weights, passed, strict=True):
                 other = replace(head, weight=whole().to(head.weight)) if is_head else head
-                for number, state, probe in zip(range(part.start, part.stop), last, of_probe, strict=True):
-                    divergences[index, number] = other.divergence_from(head, state, probe).mean()
+                states_of_both = zip(last, of_probe, strict=True)
+                own[part] = torch.stack([other.divergence_from(head, *pair).mean() for pair in states_of_both])
         advance(1)
         workers.sum_(divergences)  # zeros from all but the one whose probe it is
         means = divergences.sum(1).cpu() / num_table_probes(text.num_sequences)
@@ -112,19 +109,23 @@ def profile_tables(
     return measured
 
 
-def _pass_layers(
-    probes: Sequence[torch.Tensor],
+def _passed(
+    embeddings: Sequence[Callable[[], torch.Tensor]],
     states: States,
+    text: Text,
     layers: Callable[[], Iterable[Tensors]],
     advance: Callable[[float], None],
-) -> None:
-    """Give the states `(sequences, length, D)` of every probe what they are after all layers, one sequence at once."""
+) -> list[Sequence[torch.Tensor]]:
+    """Return the last states `(length, D)` of every sequence with each embedding; a layer has one sequence at once."""
+    [batch] = text.batches(text.num_sequences)
+    probes = [states.builder.embed(embedding(), batch) for embedding in embeddings]
     upload = Uploader(states.machine.device)
     for number, tensors in enumerate(layers()):
         layer = states.builder.layer(number, upload(tensors))
         for one in (one for probe in probes for one in probe.split(1)):
             one.copy_(layer.run_all(one))
         advance(1)
+    return [probe.unbind() for probe in probes]
 
 
 def num_table_probes(num_sequences: int) -> int:

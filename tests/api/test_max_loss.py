@@ -184,7 +184,7 @@ def test_other_words_are_no_shares(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["5", "1", "20.0"])
 def test_a_share_without_its_sign_is_asked_for(text: str) -> None:
-    """What is meant in per cent would remove nearly all."""
+    """Refuse what would remove nearly all if it is meant in per cent."""
     with pytest.raises(ConfigError, match=f"write {text}%, or "):
         parse_share(text)
 

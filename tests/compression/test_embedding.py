@@ -362,7 +362,7 @@ def test_the_embedding_stays_whole(changes: dict[str, Any], rarely_wide: Path, m
 def test_a_given_profile_decides_whether_the_embedding_has_a_price(
     make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path
 ) -> None:
-    """Beside a head of its own it has one with output curvature alone, whether the run also plans ranks or not."""
+    """Plan ranks of the vocabulary beside a head of its own with output curvature alone, also where ranks are none."""
     folder = make_checkpoint()
     for curvature in ("none", "fisher"):
         profile(make_config(folder, form="per-layer", curvature=curvature, output=str(tmp_path / curvature)))
