@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,13 +23,16 @@ from oneshot.parsing import full_dtype
 from oneshot.report.additions import add_check
 from oneshot.report.progress import Tracker
 from oneshot.report.records import Check, Report
-from oneshot.report.words import CUT
+from oneshot.report.words import CUT, LANGUAGES
 from oneshot.text import (
     SELF,
     has_tokens,
     kind_windows,
+    known_languages,
     load_text,
     load_tokenizer,
+    passage_nats,
+    passages,
     prompt_ids,
     shares,
     split_sources,
@@ -60,8 +63,9 @@ def quick_check(config: Config, report: Report, *, question: str | None = None, 
     """Measure the result of a run beside its original, one model in memory at a time.
 
     It reads text of the same source that the run did not read, and never more than a sixteenth of the run's tokens or
-    four windows; and four short texts of different kinds, because a run may keep one kind and lose another. A check
-    that is not possible, that needs more memory than is allowed, or a part of it, has a sentence that says why.
+    four windows; and four short texts of different kinds, because a run may keep one kind and lose another. Passages in
+    the other languages that the original knows are a fifth kind. A check that is not possible, that needs more memory
+    than is allowed, or a part of it, has a sentence that says why.
 
     Args:
         question: what both models are asked; None: the built-in question. A model without a chat template goes on with
@@ -106,7 +110,7 @@ def _measured(config: Config, report: Report, output: Path, asked: str | None, s
     tokenizer = load_tokenizer(folder)  # a result has its original's
     windows, source = _held_out(config, report, tokenizer)
     by_kind = kind_windows(tokenizer, min(config.text.sequence_length, LONGEST_WINDOW))
-    kinds: dict[str, dict[str, float]] = {kind: {} for kind in by_kind}
+    kinds, spoken = {kind: dict[str, float]() for kind in by_kind}, passages(tokenizer)
     perplexities: dict[str, float] = {}
     answers: dict[str, str] = {}
     unasked = ""
@@ -128,6 +132,11 @@ def _measured(config: Config, report: Report, output: Path, asked: str | None, s
             perplexities[name], _ = perplexity(model, windows, has_bar=False)
         for kind, text in by_kind.items():
             kinds[kind][name], _ = perplexity(model, text, has_bar=False)
+        nats = passage_nats(model, spoken)
+        if name == "dense":
+            spoken = {language.name: spoken[language.name] for language in known_languages(nats)}
+        if spoken:
+            kinds.setdefault(LANGUAGES, {})[name] = _together(nats, spoken)
         if prompt is not None:
             answers[name] = _answer(model, tokenizer, prompt)
         del model
@@ -135,6 +144,12 @@ def _measured(config: Config, report: Report, output: Path, asked: str | None, s
     if windows is None:
         return Check(question=question, answers=answers, skipped=unasked, kinds=kinds)
     return Check(source, windows.numel(), perplexities, question, answers, unasked, kinds=kinds)
+
+
+def _together(nats: Mapping[str, float], spoken: Mapping[str, list[int]]) -> float:
+    """Return the perplexity of all these passages together; infinite where float64 ends."""
+    mean = sum(nats[language] for language in spoken) / sum(len(ids) - 1 for ids in spoken.values())
+    return float(torch.tensor(mean, dtype=torch.float64).exp())
 
 
 def _opened(place: Path | GgufCheckpoint, device: torch.device, dtype: torch.dtype) -> Any:

@@ -69,7 +69,7 @@ def compress(
         params: stored parameters to keep at most, such as `"900M"`.
         max_size: bytes of the weight files at most, such as `"2GB"`.
         max_loss: rise of the perplexity that is allowed, such as `"5%"` or 0.05: the run finds the size, and checks it
-            on texts of four kinds. Give one of the four.
+            on texts of several kinds. Give one of the four.
         calibration: text like the one that the model will read: a source as on the command line (default `"c4"`), a
             path, a list of strings or of chats, a `datasets.Dataset`, a `DataLoader`, or token ids `(sequences,
             length)`. Beside one text also an eighth of `"builtin"` is read, unless it is a file that is named twice,

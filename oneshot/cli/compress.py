@@ -73,7 +73,7 @@ def build_parser(prog: str = "oneshot compress") -> argparse.ArgumentParser:
         "--max-loss",
         metavar="L",
         help="rise of the perplexity that is allowed, such as 5%%, instead of --sparsity: the run finds the size, and "
-        "checks it on texts of four kinds",
+        "checks it on texts of several kinds",
     )
     method = parser.add_argument_group("method")
     method.add_argument("--recipe", metavar="NAME", help=f"one of {', '.join(RECIPES)} (default: oneshot)")

@@ -12,7 +12,7 @@ from oneshot.footprint.rates import Rates
 from oneshot.footprint.seconds import STEP_FACTOR, STEP_SECONDS, operations_of_token
 from oneshot.footprint.terms import FLOAT, LENGTH, Stage, Term, computed
 from oneshot.footprint.work import Work
-from oneshot.text import NUM_KINDS, TOKENS_OF_A_KIND
+from oneshot.text import NUM_KINDS, NUM_LANGUAGES, PASSAGE_TOKENS, TOKENS_OF_A_KIND
 from oneshot.text.self_written import document_bytes
 
 LONGEST_WINDOW = 512  # tokens of held-out text that pass a model together
@@ -80,7 +80,7 @@ def check_seconds(work: Work, rates: Rates) -> float:
     forward, layers = operations_of_token(work, rates), work.shape.num_hidden_layers
     head = work.head_operations
     scored = num_windows(work.text.num_sequences) * min(work.text.sequence_length, LONGEST_WINDOW)
-    scored += NUM_KINDS * TOKENS_OF_A_KIND
+    scored += NUM_KINDS * TOKENS_OF_A_KIND + NUM_LANGUAGES * PASSAGE_TOKENS
     answered = ANSWER_TOKENS * (STEP_SECONDS * layers if rates.on_device else 0.0)
     if not rates.on_device:  # each token reads all weights
         answered = ANSWER_TOKENS * STEP_FACTOR * (layers * forward + head) / rates.stream

@@ -19,6 +19,12 @@ VERDICTS = (  # up to this perplexity ÷ the original's
 )
 WORST = "far worse than the original: remove less, or use the per-layer form and more text"
 FAR_RATIO, FAR_SHARE = 1.25, 2.0  # of the worst kind's perplexity ÷ the original's, and its log-loss ÷ the others'
+LANGUAGES = "other languages"  # a kind of text: passages in those that the original knows
+KIND_REMEDY = "add text of this kind to the calibration text, or the sources builtin and self, which have several kinds"
+LANGUAGES_REMEDY = (
+    "add text in those that you use to the calibration text; with the source self the model also writes in those that "
+    "it knows"
+)
 MINUTE, HOUR = 60.0, 3600.0
 
 
@@ -39,10 +45,9 @@ def far_kind(ratios: Mapping[str, float]) -> str | None:
     rest = math.exp(sum(math.log(value) for _, value in others) / len(others)) if others else ratio
     if ratio < FAR_RATIO or math.log(ratio) < FAR_SHARE * math.log(max(1.0, rest)):
         return None
-    return (
-        f"Text of the kind {worst} loses far more than the others (× {ratio:.2f}, where their mean is × {rest:.2f}): "
-        "add text of this kind to the calibration text, or the sources builtin and self, which have several kinds."
-    )
+    text = "in other languages" if worst == LANGUAGES else f"of the kind {worst}"
+    remedy = LANGUAGES_REMEDY if worst == LANGUAGES else KIND_REMEDY
+    return f"Text {text} loses far more than the others (× {ratio:.2f}, where their mean is × {rest:.2f}): {remedy}."
 
 
 def duration(seconds: float) -> str:

@@ -231,6 +231,7 @@ class Calibration:
             max_memory_bytes=self._config.machine.max_memory_bytes,
             together=documents_together(self._model.shape, machine.dtype, capacity),
             advance=progress.advance,
+            tell=self._tracker.say,
             load=_load_whole,
             workers=machine.workers,
         )

@@ -1,12 +1,12 @@
 """Calibration text that the model writes itself; it needs no data and covers many kinds of text.
 
 A correction learns the kind of text that it sees (benchmarks/records/experiments.md). So the model continues openings
-of many kinds of text on many topics, with a short document each.
+of many kinds of text on many topics, also in the other languages that it knows, with a short document each.
 """
 
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,16 +18,18 @@ from oneshot.errors import CalibrationError, cause
 from oneshot.machine import ALONE, Workers
 from oneshot.text.chats import added_start
 from oneshot.text.growing_cache import growing_in_place
+from oneshot.text.languages import Language, known_languages, openings_of, passage_nats, passages
 from oneshot.text.packing import Text, cut_windows
 
 SELF = "self"  # the source whose text the model writes
 GENERATED_TOGETHER = 64  # documents on a CPU
 LEAST_TOGETHER, MOST_TOGETHER = 8, 512  # on a device
 DOCUMENT_TOKENS = 256  # written in each; small models lose the thread soon
-OPENING_TOKENS = 32  # the openings take fewer
+OPENING_TOKENS = 32  # of an opening; English ones take fewer
 ENDINGS = ("safetensors", "bin")  # of weight files
 LARGEST_BLOCK = 512  # probabilities that are added before the blocks are, while a token is drawn
 EXPANDED = 2  # copies of a layer's keys and values for every head, which attention with a latent or with sinks makes
+OTHER_LANGUAGES = 1 / 3  # of the English openings, at most
 CACHE_SHARE = 1.25  # of the KV cache: layers that do not grow in place are copied whenever a token is added
 
 FORMS = (
@@ -100,15 +102,16 @@ def write_text(
     max_memory_bytes: int | None,
     together: int = GENERATED_TOGETHER,
     advance: Callable[[float], None] = lambda tokens: None,
+    tell: Callable[[str], None] = lambda sentence: None,
     load: Callable[..., Any] = load_safetensors,
     workers: Workers = ALONE,
 ) -> Text:
     """Let the model continue `openings`, drawn from its own distribution (temperature 1).
 
     The documents are packed with their openings. The whole model is in memory meanwhile. The same seed, machine and
-    thread count give the same text. `together`: documents at once. `advance` receives the number of tokens written.
-    `load(auto_class, folder, **options)`: reads the model. `workers`: all of them receive the text, and write parts of
-    it if the free memory holds the model once for each.
+    thread count give the same text. `together`: documents at once. `advance` receives the number of tokens written,
+    `tell` a sentence with the languages other than English. `load(auto_class, folder, **options)`: reads the model.
+    `workers`: all of them receive the text, and write parts of it if the free memory holds the model once for each.
 
     Raises `CalibrationError` if the model does not fit into `max_memory_bytes` (None: the free memory), cannot be
     loaded, or its tokenizer does not accept English text.
@@ -118,9 +121,14 @@ def write_text(
     writers = ALONE if alone else workers
 
     def written() -> list[int]:
+        read = passages(tokenizer, partial(_encoded, tokenizer, folder))
         model = _load(folder, device=device, dtype=dtype, max_memory_bytes=max_memory_bytes, load=load)
         longest = getattr(model.config, "max_position_embeddings", 2 * DOCUMENT_TOKENS) // 2
-        groups = _groups(tokenizer, folder, seed, max(1, min(DOCUMENT_TOKENS, longest)), needed, together)
+        known = writers.share(0, lambda: known_languages(passage_nats(model, read)))
+        if known:
+            tell(f"the model also writes {', '.join(language.name for language in known)}")
+        beginnings = (_tokens(tokenizer, opening, folder)[:OPENING_TOKENS] for opening in openings(seed, known))
+        groups = _groups(beginnings, seed, max(1, min(DOCUMENT_TOKENS, longest)), needed, together)
         jobs = [partial(_continued, model, *group, lambda tokens: advance(tokens * writers.size)) for group in groups]
         written = writers.share_all(jobs, [float(len(drawn_at)) for _, drawn_at in groups])
         return [token for documents in written for document in documents for token in document][:needed]
@@ -132,17 +140,17 @@ def write_text(
 
 
 def _groups(
-    tokenizer: Any, folder: Path, seed: int, longest: int, needed: int, together: int
+    beginnings: Iterator[list[int]], seed: int, longest: int, needed: int, together: int
 ) -> list[tuple[list[list[int]], torch.Tensor]]:
-    """Return the documents that are written at once: their beginnings, and the levels that tokens are drawn by.
+    """Return the documents that are written at once: their `beginnings`, and the levels that tokens are drawn by.
 
     Together they have at least the `needed` tokens. `longest`: tokens that are written in each, and of a beginning.
     """
-    beginnings = (_tokens(tokenizer, opening, folder)[:longest] for opening in openings(seed))
+    cut = (tokens[:longest] for tokens in beginnings)
     groups, num_tokens, every = list[tuple[list[list[int]], torch.Tensor]](), 0, levels(seed, longest)
     while num_tokens < needed:
         count = min(together, -(-(needed - num_tokens) // longest))
-        groups.append((list(itertools.islice(beginnings, count)), torch.stack(list(itertools.islice(every, count)))))
+        groups.append((list(itertools.islice(cut, count)), torch.stack(list(itertools.islice(every, count)))))
         num_tokens += sum(len(beginning) + longest for beginning in groups[-1][0])
     return groups
 
@@ -185,13 +193,20 @@ def documents_together(shape: ModelShape, dtype: torch.dtype, device_bytes: int)
     return count
 
 
-def openings(seed: int) -> Iterator[str]:
-    """Yield beginnings of documents without end: every form with every topic, in a seeded order."""
+def openings(seed: int, known: Sequence[Language] = ()) -> Iterator[str]:
+    """Yield beginnings of documents without end, in a seeded order: every form with every topic, and other languages.
+
+    Each language that is `known` has as many as a form, and all of them together at most `OTHER_LANGUAGES` of these.
+    They follow each other in turn, so that a short text has many.
+    """
     every = [
         form.format(Topic=topic[0].upper() + topic[1:], topic=topic) for form, topic in itertools.product(FORMS, TOPICS)
     ]
+    count = min(len(known) * len(TOPICS), int(OTHER_LANGUAGES * len(every)))
+    every += [""] * count
     random.Random(seed).shuffle(every)
-    return itertools.cycle(every)
+    others = openings_of(known, count)
+    return itertools.cycle([opening or next(others) for opening in every])
 
 
 def levels(seed: int, num_tokens: int) -> Iterator[torch.Tensor]:
@@ -269,16 +284,21 @@ def _load(
 
 
 def _tokens(tokenizer: Any, opening: str, folder: Path) -> list[int]:
-    try:
-        tokens: list[int] = tokenizer(opening)["input_ids"]
-    except Exception as error:  # tokenizers raise many unrelated types; the cause is named and chained
-        raise CalibrationError(
-            f"The tokenizer in {folder} cannot take English text ({cause(error)}); copy the model's files again."
-        ) from error
+    tokens = _encoded(tokenizer, folder, opening)
     if not tokens:
         raise CalibrationError(
             f"The tokenizer in {folder} makes no tokens of English text; copy the model's files again."
         )
+    return tokens
+
+
+def _encoded(tokenizer: Any, folder: Path, text: str) -> list[int]:
+    try:
+        tokens: list[int] = tokenizer(text)["input_ids"]
+    except Exception as error:  # tokenizers raise many unrelated types; the cause is named and chained
+        raise CalibrationError(
+            f"The tokenizer in {folder} cannot take English text ({cause(error)}); copy the model's files again."
+        ) from error
     return tokens
 
 

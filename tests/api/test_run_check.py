@@ -1,6 +1,7 @@
 """The end of a run: held-out text, answers before and after, and a summary; bounded, or with the reason."""
 
 import json
+import math
 import re
 import shutil
 import time
@@ -26,9 +27,10 @@ from oneshot.report.card import QUALITY, REPORT_NAME
 from oneshot.report.records import Check
 from oneshot.report.sharing import without_local_paths
 from oneshot.report.summary import summary
-from oneshot.report.words import CUT, far_kind, verdict
+from oneshot.report.words import CUT, LANGUAGES, far_kind, verdict
 from oneshot.text import load_text, load_tokenizer
 from oneshot.text.kinds import FILE as KINDS_FILE
+from oneshot.text.languages import KNOWN, languages
 
 NAME_COLUMNS = 14  # of a line of the summary
 
@@ -77,8 +79,30 @@ def test_without_more_text_there_are_only_answers(
     assert check.perplexity is None
     assert check.skipped == ""
     assert check.answers.keys() == {"dense", "compressed"}
-    assert check.kinds.keys() == {"prose", "dialogue", "code", "mathematics"}
+    assert check.kinds.keys() == {"prose", "dialogue", "code", "mathematics", LANGUAGES}
     assert list(check.ratios.values()) == sorted(check.ratios.values())
+
+
+def test_languages_that_the_original_knows_are_a_kind_of_text(run: tuple[Config, Report]) -> None:
+    """A model of random weights loses as much as a passage has tokens, so some languages count as known."""
+    config, report = run
+    check = quick_check(config, report)
+    tokenizer, known, nats = load_tokenizer(Path(config.checkpoint)), dict[str, int](), dict[str, dict[str, float]]()
+    for name, folder in (("dense", config.checkpoint), ("compressed", config.output)):
+        model: Any = AutoModelForCausalLM.from_pretrained(folder)
+        nats[name] = {}
+        for one in languages():
+            ids = tokenizer(one.passage, return_tensors="pt")["input_ids"]
+            if ids.shape[1] <= model.config.max_position_embeddings:
+                known[one.name] = ids.shape[1] - 1
+                with torch.no_grad():
+                    nats[name][one.name] = float(model(ids, labels=ids).loss) * known[one.name]
+    limit = KNOWN * nats["dense"]["English"]
+    spoken = [name for name, lost in nats["dense"].items() if name != "English" and lost <= limit]
+    assert 0 < len(spoken) < len(languages()) - 1
+    for name, lost in nats.items():
+        mean = sum(lost[language] for language in spoken) / sum(known[language] for language in spoken)
+        assert check.kinds[LANGUAGES][name] == pytest.approx(math.exp(mean), rel=1e-4)
 
 
 def test_a_gguf_input_is_not_converted_again(
@@ -202,6 +226,13 @@ def test_the_command_ends_with_a_summary_and_the_card_has_the_quality(
 )
 def test_a_kind_that_loses_far_more_than_the_others_is_a_warning(ratios: dict[str, float], is_far: bool) -> None:
     assert (far_kind(ratios) is not None) == is_far
+
+
+def test_lost_languages_have_a_remedy_of_their_own() -> None:
+    warning = far_kind({"prose": 1.03, "code": 1.06, LANGUAGES: 2.91})
+    assert warning is not None
+    assert warning.startswith("Text in other languages loses far more than the others (× 2.91")
+    assert "add text in those that you use" in warning
 
 
 def test_the_kind_that_loses_most_is_told_everywhere(run: tuple[Config, Report]) -> None:

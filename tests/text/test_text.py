@@ -29,7 +29,8 @@ from oneshot.text import (
     split_sources,
     write_text,
 )
-from oneshot.text.self_written import DOCUMENT_TOKENS, FORMS, TOPICS, _continued, openings
+from oneshot.text.languages import known_languages, passage_nats, passages
+from oneshot.text.self_written import DOCUMENT_TOKENS, FORMS, OPENING_TOKENS, TOPICS, _continued, openings
 from oneshot.text.sources import _parse_hub_source
 
 pytestmark = pytest.mark.long
@@ -234,6 +235,8 @@ def test_documents_are_drawn_from_the_models_distribution(make_checkpoint: MakeC
 
 def test_self_written_text_is_openings_and_continuations(own_checkpoint: MakeCheckpoint, tokenizer: Any) -> None:
     """The model's own generation config has no influence on the end of documents or on the draws."""
+    from transformers import AutoModelForCausalLM
+
     folder = own_checkpoint()
     habits = {"eos_token_id": list(range(100)), "do_sample": True, "top_k": 2, "repetition_penalty": 2.0}
     (folder / "generation_config.json").write_text(json.dumps(habits))
@@ -241,8 +244,9 @@ def test_self_written_text_is_openings_and_continuations(own_checkpoint: MakeChe
     positions = json.loads((folder / "config.json").read_text())["max_position_embeddings"]
     longest = min(DOCUMENT_TOKENS, positions // 2)  # of the opening, and of what is written
     tokens, start = text.token_ids.flatten().tolist(), 0
-    for opening in openings(3):
-        wanted = tokenizer(opening)["input_ids"][:longest]
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    for opening in openings(3, known_languages(passage_nats(model, passages(tokenizer)))):
+        wanted = tokenizer(opening)["input_ids"][: min(OPENING_TOKENS, longest)]
         rest = tokens[start:]
         assert rest[: len(wanted)] == wanted[: len(rest)]
         start += len(wanted) + longest
