@@ -13,7 +13,8 @@ from oneshot.footprint.seconds import STEP_FACTOR, STEP_SECONDS, operations_of_t
 from oneshot.footprint.terms import FLOAT, LENGTH, Stage, Term, computed
 from oneshot.footprint.work import Work
 from oneshot.text import NUM_KINDS, NUM_LANGUAGES, PASSAGE_TOKENS, TOKENS_OF_A_KIND
-from oneshot.text.self_written import document_bytes
+from oneshot.text.languages import MOST_TOKENS
+from oneshot.text.self_written import passage_bytes
 
 LONGEST_WINDOW = 512  # tokens of held-out text that pass a model together
 MOST_WINDOWS = 4
@@ -48,8 +49,8 @@ def check_stages(work: Work, gguf: GgufCheckpoint | None, result_bytes: int) -> 
     )
     logits = shape.vocab_size * window * (work.dtype.itemsize + LOGITS * FLOAT)
     passed = (
-        terms.activations(one, shape.intermediate_size),
-        computed(max(logits, document_bytes(shape, work.dtype)), LENGTH),
+        terms.activations(one, shape.intermediate_size, max(window, MOST_TOKENS)),
+        computed(max(logits, passage_bytes(shape, work.dtype)), LENGTH),
     )
 
     def of_model(name: str, parameters: int, read: float, *, is_mapped: bool) -> list[Stage]:

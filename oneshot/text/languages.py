@@ -16,8 +16,10 @@ from torch.nn import functional
 
 FILE = Path(__file__).with_name("languages.jsonl")  # written for this; English comes first
 KNOWN = 1.75  # of English's nats, at most; SmolLM2, Gemma 3 and Qwen2.5 have up to 1.71 where they know one, else 1.87
-PASSAGE_TOKENS = 64  # of most passages and tokenizers
 NUM_LANGUAGES = 17
+PASSAGE_TOKENS = 64  # of most passages and tokenizers
+MOST_TOKENS = 256  # of a passage that is read; a language that takes more is hardly known
+POSITIONS = 32  # whose logits are float32 together
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ def languages() -> tuple[Language, ...]:
 
 
 def passages(tokenizer: Any, encode: Callable[[str], list[int]] | None = None) -> dict[str, list[int]]:
-    """Return the tokens of each language's passage, English first; of those whose letters the tokenizer has.
+    """Return the tokens of each language's passage, English first; without those that are long or lack letters.
 
     `encode` gives a text's tokens; None: as the tokenizer does. An unknown token is no letter if each text has it, as
     a mark of its start.
@@ -47,7 +49,7 @@ def passages(tokenizer: Any, encode: Callable[[str], list[int]] | None = None) -
     found, always = {}, encode("").count(unknown)
     for language in languages():
         ids = encode(language.passage)
-        if len(ids) > 1 and ids.count(unknown) <= always:
+        if 1 < len(ids) <= MOST_TOKENS and ids.count(unknown) <= always:
             found[language.name] = ids
     return found
 
@@ -60,8 +62,13 @@ def passage_nats(model: Any, given: Mapping[str, list[int]]) -> dict[str, float]
     for name, ids in given.items():
         if longest is None or len(ids) <= longest:
             tokens = torch.tensor([ids], device=model.device)
-            logits = model(input_ids=tokens, use_cache=False).logits[0, :-1].float()
-            found[name] = float(functional.cross_entropy(logits, tokens[0, 1:], reduction="sum"))
+            logits = model(input_ids=tokens, use_cache=False).logits[0, :-1].split(POSITIONS)
+            targets = tokens[0, 1:].split(POSITIONS)
+            lost = [
+                functional.cross_entropy(part.float(), wanted, reduction="sum")
+                for part, wanted in zip(logits, targets, strict=True)
+            ]
+            found[name] = float(torch.stack(lost).sum())
     return found
 
 

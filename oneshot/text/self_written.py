@@ -18,7 +18,15 @@ from oneshot.errors import CalibrationError, cause
 from oneshot.machine import ALONE, Workers
 from oneshot.text.chats import added_start
 from oneshot.text.growing_cache import growing_in_place
-from oneshot.text.languages import Language, known_languages, openings_of, passage_nats, passages
+from oneshot.text.languages import (
+    MOST_TOKENS,
+    POSITIONS,
+    Language,
+    known_languages,
+    openings_of,
+    passage_nats,
+    passages,
+)
 from oneshot.text.packing import Text, cut_windows
 
 SELF = "self"  # the source whose text the model writes
@@ -176,6 +184,12 @@ def document_bytes(shape: ModelShape, dtype: torch.dtype) -> float:
         return needed
     every_head = shape.num_attention_heads * (shape.query_key_size + shape.head_dim) * dtype.itemsize * tokens
     return needed + EXPANDED * every_head
+
+
+def passage_bytes(shape: ModelShape, dtype: torch.dtype) -> float:
+    """Return the bytes that a passage in a language takes, beside activations: as a document, with all its logits."""
+    logits = MOST_TOKENS * dtype.itemsize + 2 * POSITIONS * torch.float32.itemsize
+    return document_bytes(shape, dtype) + shape.vocab_size * logits
 
 
 def documents_together(shape: ModelShape, dtype: torch.dtype, device_bytes: int) -> int:
