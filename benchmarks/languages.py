@@ -26,9 +26,12 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--model", choices=sorted(MODELS), required=True, help="of real_models.py: the dense model")
     options.add_argument("--results", type=Path, nargs="+", required=True)
+    options.add_argument("--labels", nargs="+", required=True, help="what each result is in the rows")
     options.add_argument("--data-dir", type=Path, required=True, help="folder of the texts; see benchmarks/README.md")
     options.add_argument("--max-windows", type=int, default=1, help="of each kind of English")
     arguments = options.parse_args()
+    if len(arguments.labels) != len(arguments.results):
+        options.error("--labels has a label for each of --results")
     torch.set_num_threads(arguments.threads)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
@@ -44,8 +47,14 @@ def main() -> None:
         of_dense = losses(text_scores([dense], windows)[0])
         append_row("languages", shared | {"recipe": "dense", "sparsity": 0.0} | of_dense)
         english = {kind: of_dense["perplexity"][kind] for kind in (*KINDS, CODE)}
-        for report, measured in zip(reports, judge(reports, windows, dense), strict=True):
-            row = {"recipe": report.config["recipe"], "form": report.config["form"], "seed": report.config["seed"]}
+        judged = judge(reports, windows, dense)
+        for label, report, measured in zip(arguments.labels, reports, judged, strict=True):
+            row = {
+                "label": label,
+                "recipe": report.config["recipe"],
+                "form": report.config["form"],
+                "seed": report.config["seed"],
+            }
             row |= {"sparsity": report.sparsity["reached"], "asked": report.sparsity["asked"]} | measured
             own = {kind: measured["perplexity"][kind] for kind in english}
             append_row("languages", shared | row | score(own, english))
