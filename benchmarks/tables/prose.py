@@ -94,6 +94,20 @@ def coder_kinds() -> str:
     )
 
 
+def languages() -> str:
+    """Return what Gemma without a fifth loses in other languages, by whether it also writes its own text in them."""
+    rows = {row.get("label", "dense"): row["perplexity"] for row in read_rows("languages")}
+    with_them, without = (
+        [f"{values[name] / dense:.2f}" for name, dense in rows["dense"].items() if name[0].isupper()]
+        for values in (rows["openings in known languages"], rows["English openings"])
+    )
+    names = [name for name in rows["dense"] if name[0].isupper()]
+    return (
+        f"{', '.join(with_them)} times the perplexity on {', '.join(names[:-1])} and {names[-1]}, instead of "
+        f"{', '.join(without)} with English openings alone"
+    )
+
+
 def faster_7b() -> str:
     """Return how much faster a smaller 7B in the per-layer form is in CUDA graphs, as it is opened and expanded."""
     rows = [row for row in rows_of("speed") if row.get("model") == "7B" and row["how"] == "CUDA graph"]
