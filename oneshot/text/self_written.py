@@ -134,7 +134,7 @@ def write_text(
         longest = getattr(model.config, "max_position_embeddings", 2 * DOCUMENT_TOKENS) // 2
         known = writers.share(0, lambda: known_languages(passage_nats(model, read)))
         if known:
-            tell(f"the model also writes {', '.join(language.name for language in known)}")
+            tell(f"the text that the model writes is also in {', '.join(language.name for language in known)}")
         beginnings = (_tokens(tokenizer, opening, folder)[:OPENING_TOKENS] for opening in openings(seed, known))
         groups = _groups(beginnings, seed, max(1, min(DOCUMENT_TOKENS, longest)), needed, together)
         jobs = [partial(_continued, model, *group, lambda tokens: advance(tokens * writers.size)) for group in groups]

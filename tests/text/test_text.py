@@ -199,7 +199,7 @@ def test_a_model_writes_its_own_calibration_text(
     assert other.calibration["token_hash"] != report.calibration["token_hash"]
 
 
-def sample(folder: Path, tokenizer: Any, *, num: int, length: int, seed: int = 0) -> Text:
+def sample(folder: Path, tokenizer: Any, *, num: int, length: int, seed: int = 0, **more: Any) -> Text:
     return write_text(
         folder,
         tokenizer,
@@ -209,6 +209,7 @@ def sample(folder: Path, tokenizer: Any, *, num: int, length: int, seed: int = 0
         device=torch.device("cpu"),
         dtype=torch.float32,
         max_memory_bytes=None,
+        **more,
     )
 
 
@@ -240,12 +241,15 @@ def test_self_written_text_is_openings_and_continuations(own_checkpoint: MakeChe
     folder = own_checkpoint()
     habits = {"eos_token_id": list(range(100)), "do_sample": True, "top_k": 2, "repetition_penalty": 2.0}
     (folder / "generation_config.json").write_text(json.dumps(habits))
-    text = sample(folder, tokenizer, num=6, length=50, seed=3)
+    told: list[str] = []
+    text = sample(folder, tokenizer, num=6, length=50, seed=3, tell=told.append)
     positions = json.loads((folder / "config.json").read_text())["max_position_embeddings"]
     longest = min(DOCUMENT_TOKENS, positions // 2)  # of the opening, and of what is written
     tokens, start = text.token_ids.flatten().tolist(), 0
     model = AutoModelForCausalLM.from_pretrained(folder)
-    for opening in openings(3, known_languages(passage_nats(model, passages(tokenizer)))):
+    known = known_languages(passage_nats(model, passages(tokenizer)))
+    assert [all(language.name in sentence for language in known) for sentence in told] == [True] * bool(known)
+    for opening in openings(3, known):
         wanted = tokenizer(opening)["input_ids"][: min(OPENING_TOKENS, longest)]
         rest = tokens[start:]
         assert rest[: len(wanted)] == wanted[: len(rest)]
