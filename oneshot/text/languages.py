@@ -5,7 +5,8 @@ A passage says the same in every language, so it costs a model about as many nat
 
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import Any
 
 import torch
 from torch.nn import functional
+
+logger = logging.getLogger(__name__)
 
 FILE = Path(__file__).with_name("languages.jsonl")  # written for this; English comes first
 KNOWN = 1.75  # of English's nats, at most; SmolLM2, Gemma 3 and Qwen2.5 have up to 1.71 where they know one, else 1.87
@@ -38,18 +41,22 @@ def languages() -> tuple[Language, ...]:
     return tuple(Language(row["language"], row["passage"], tuple(row["openings"])) for row in rows)
 
 
-def passages(tokenizer: Any, encode: Callable[[str], list[int]] | None = None) -> dict[str, list[int]]:
+def passages(tokenizer: Any) -> dict[str, list[int]]:
     """Return the tokens of each language's passage, English first; without those that are long or lack letters.
 
-    `encode` gives a text's tokens; None: as the tokenizer does. An unknown token is no letter if each text has it, as
-    a mark of its start.
+    An unknown token is no letter if each text has it, as a mark of its start.
     """
-    encode = encode or (lambda text: tokenizer(text)["input_ids"])
     unknown: Any = getattr(tokenizer, "unk_token_id", None)
-    found, always = {}, encode("").count(unknown)
+    found = {}
     for language in languages():
-        ids = encode(language.passage)
-        if 1 < len(ids) <= MOST_TOKENS and ids.count(unknown) <= always:
+        try:
+            texts = language.passage, "".join(language.openings), ""
+            ids, of_openings, of_nothing = (tokenizer(text)["input_ids"] for text in texts)
+        except Exception as error:  # tokenizers without an unknown token raise many types for a letter that they lack
+            logger.debug("The tokenizer does not take %s: %s", language.name, error)
+            continue
+        lacks = max(ids.count(unknown), of_openings.count(unknown)) > of_nothing.count(unknown)
+        if 1 < len(ids) <= MOST_TOKENS and not lacks:
             found[language.name] = ids
     return found
 

@@ -129,7 +129,7 @@ def write_text(
     writers = ALONE if alone else workers
 
     def written() -> list[int]:
-        read = passages(tokenizer, partial(_encoded, tokenizer, folder))
+        read = passages(tokenizer)
         model = _load(folder, device=device, dtype=dtype, max_memory_bytes=max_memory_bytes, load=load)
         longest = getattr(model.config, "max_position_embeddings", 2 * DOCUMENT_TOKENS) // 2
         known = writers.share(0, lambda: known_languages(passage_nats(model, read)))
@@ -298,21 +298,16 @@ def _load(
 
 
 def _tokens(tokenizer: Any, opening: str, folder: Path) -> list[int]:
-    tokens = _encoded(tokenizer, folder, opening)
-    if not tokens:
-        raise CalibrationError(
-            f"The tokenizer in {folder} makes no tokens of English text; copy the model's files again."
-        )
-    return tokens
-
-
-def _encoded(tokenizer: Any, folder: Path, text: str) -> list[int]:
     try:
-        tokens: list[int] = tokenizer(text)["input_ids"]
+        tokens: list[int] = tokenizer(opening)["input_ids"]
     except Exception as error:  # tokenizers raise many unrelated types; the cause is named and chained
         raise CalibrationError(
             f"The tokenizer in {folder} cannot take English text ({cause(error)}); copy the model's files again."
         ) from error
+    if not tokens:
+        raise CalibrationError(
+            f"The tokenizer in {folder} makes no tokens of English text; copy the model's files again."
+        )
     return tokens
 
 

@@ -87,6 +87,14 @@ def test_a_language_with_letters_that_the_tokenizer_lacks_has_no_passage(start: 
     assert passages(of_bytes(start=start, lacks="ö", unknown=None)).keys() == short
 
 
+def test_a_tokenizer_that_refuses_letters_has_passages_of_the_others() -> None:
+    class OfAscii:
+        def __call__(self, text: str) -> dict[str, list[int]]:
+            return {"input_ids": list(text.encode("ascii"))}
+
+    assert passages(OfAscii()).keys() == {"English", "Dutch", "Indonesian"}
+
+
 def test_every_language_has_a_passage_and_openings_of_its_own() -> None:
     english, *others = languages()
     assert (english.name, english.openings) == ("English", ())
