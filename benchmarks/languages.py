@@ -9,9 +9,9 @@ import tempfile
 from pathlib import Path
 
 import torch
-from harness import ROOT, append_row, parser, provenance
+from harness import ROOT, append_row, own_settings, parser, provenance
 from judging import CODE, KINDS, judge, judging_windows, losses, score, text_records, text_scores
-from quality import given_results
+from quality import given_results, result_row
 from real_models import FOLDER, MODELS, fetch
 
 from oneshot.checkpoint import locate_checkpoint
@@ -49,13 +49,7 @@ def main() -> None:
         english = {kind: of_dense["perplexity"][kind] for kind in (*KINDS, CODE)}
         judged = judge(reports, windows, dense)
         for label, report, measured in zip(arguments.labels, reports, judged, strict=True):
-            row = {
-                "label": label,
-                "recipe": report.config["recipe"],
-                "form": report.config["form"],
-                "seed": report.config["seed"],
-            }
-            row |= {"sparsity": report.sparsity["reached"], "asked": report.sparsity["asked"]} | measured
+            row = {"label": label} | result_row(report, own_settings(report.to_dict())) | measured
             own = {kind: measured["perplexity"][kind] for kind in english}
             append_row("languages", shared | row | score(own, english))
 

@@ -97,14 +97,14 @@ def coder_kinds() -> str:
 def languages() -> str:
     """Return what Gemma without a fifth loses in other languages, by whether it also writes its own text in them."""
     rows = {row.get("label", "dense"): row["perplexity"] for row in read_rows("languages")}
+    names = [name for name in rows["dense"] if name[0].isupper()]  # kinds of English are in small letters
     with_them, without = (
-        [f"{values[name] / dense:.2f}" for name, dense in rows["dense"].items() if name[0].isupper()]
-        for values in (rows["openings in known languages"], rows["English openings"])
+        ", ".join(f"{rows[label][name] / rows['dense'][name]:.2f}" for name in names)
+        for label in ("openings in known languages", "English openings")
     )
-    names = [name for name in rows["dense"] if name[0].isupper()]
     return (
-        f"{', '.join(with_them)} times the perplexity on {', '.join(names[:-1])} and {names[-1]}, instead of "
-        f"{', '.join(without)} with English openings alone"
+        f"{with_them} times the perplexity on {', '.join(names[:-1])} and {names[-1]}, instead of {without} with "
+        "English openings alone"
     )
 
 

@@ -13,7 +13,7 @@ import torch
 from oneshot.checkpoint import IMPORTANCE_NAME, Checkpoint, GgufCheckpoint, locate_checkpoint, open_gguf
 from oneshot.config import Config, TextOptions
 from oneshot.errors import CalibrationError, OneshotError, OutputError, cause, printable
-from oneshot.evaluation import kind_of, load_model, perplexity, was_cut
+from oneshot.evaluation import kind_of, load_model, perplexity, perplexity_of, was_cut
 from oneshot.export import FORMS
 from oneshot.footprint.check import ANSWER_TOKENS, LONGEST_WINDOW, num_windows
 from oneshot.machine import resolve_device
@@ -110,7 +110,8 @@ def _measured(config: Config, report: Report, output: Path, asked: str | None, s
     tokenizer = load_tokenizer(folder)  # a result has its original's
     windows, source = _held_out(config, report, tokenizer)
     by_kind = kind_windows(tokenizer, min(config.text.sequence_length, LONGEST_WINDOW))
-    kinds, spoken = {kind: dict[str, float]() for kind in by_kind}, passages(tokenizer)
+    kinds: dict[str, dict[str, float]] = {kind: {} for kind in by_kind}
+    spoken = passages(tokenizer)
     perplexities: dict[str, float] = {}
     answers: dict[str, str] = {}
     unasked = ""
@@ -147,9 +148,8 @@ def _measured(config: Config, report: Report, output: Path, asked: str | None, s
 
 
 def _together(nats: Mapping[str, float], spoken: Mapping[str, list[int]]) -> float:
-    """Return the perplexity of all these passages together; infinite where float64 ends."""
-    mean = sum(nats[language] for language in spoken) / sum(len(ids) - 1 for ids in spoken.values())
-    return float(torch.tensor(mean, dtype=torch.float64).exp())
+    """Return the perplexity of all these passages together. Raises `CheckpointError` if they have none."""
+    return perplexity_of(sum(nats[language] for language in spoken) / sum(len(ids) - 1 for ids in spoken.values()))
 
 
 def _opened(place: Path | GgufCheckpoint, device: torch.device, dtype: torch.dtype) -> Any:

@@ -6,5 +6,5 @@ from oneshot.evaluation.conversation import Conversation, was_cut
 from oneshot.evaluation.evaluate import evaluate
 from oneshot.evaluation.kinds import kind_of
 from oneshot.evaluation.models import load_model, measure_latency
-from oneshot.evaluation.scoring import TextScore, perplexity, relative_score, score_windows
+from oneshot.evaluation.scoring import TextScore, perplexity, perplexity_of, relative_score, score_windows
 from oneshot.evaluation.tasks import run_tasks, task_manager

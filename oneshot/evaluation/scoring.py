@@ -76,6 +76,19 @@ def score_windows(
     return [total.score() for total in ([*totals, baseline_totals] if baseline is not None else totals)]
 
 
+def perplexity_of(loss: float) -> float:
+    """Return the perplexity of a mean loss, nats per token.
+
+    Raises `CheckpointError` for a loss whose exponential is beyond float64, or NaN.
+    """
+    if not loss < LARGEST_LOSS:
+        raise CheckpointError(
+            f"The mean loss on the text is {loss:.3g} nats per token, which has no perplexity; look for huge "
+            "weights in the checkpoint, or give --dtype float32."
+        )
+    return math.exp(loss)
+
+
 def relative_score(perplexities: Mapping[str, float], baseline: Mapping[str, float]) -> tuple[float, str, float]:
     """Return the geometric mean over texts of perplexity ÷ the baseline's, the worst text, and its ratio."""
     ratios = {text: value / baseline[text] for text, value in perplexities.items()}
@@ -117,14 +130,9 @@ class _Totals:
         self.tokens += len(flat)
 
     def score(self) -> TextScore:
-        """Return the means. Raises `CheckpointError` for a loss whose exponential is beyond float64, or NaN."""
-        loss, losses = statistics.fmean(self.window_losses), tuple(self.window_losses)
-        if not loss < LARGEST_LOSS:
-            raise CheckpointError(
-                f"The mean loss on the text is {loss:.3g} nats per token, which has no perplexity; look for huge "
-                "weights in the checkpoint, or give --dtype float32."
-            )
-        value = math.exp(loss)
+        """Return the means. Raises `CheckpointError` for a loss that has no perplexity."""
+        losses = tuple(self.window_losses)
+        value = perplexity_of(statistics.fmean(losses))
         if not self.compared:
             return TextScore(value, self.tokens, losses)
         means = (each / self.compared for each in (self.agreed, self.divergence, self.accepted))

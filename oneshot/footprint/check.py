@@ -13,7 +13,7 @@ from oneshot.footprint.seconds import STEP_FACTOR, STEP_SECONDS, operations_of_t
 from oneshot.footprint.terms import FLOAT, LENGTH, Stage, Term, computed
 from oneshot.footprint.work import Work
 from oneshot.text import NUM_KINDS, NUM_LANGUAGES, PASSAGE_TOKENS, TOKENS_OF_A_KIND
-from oneshot.text.languages import MOST_TOKENS
+from oneshot.text.languages import LONGEST_PASSAGE
 from oneshot.text.self_written import passage_bytes
 
 LONGEST_WINDOW = 512  # tokens of held-out text that pass a model together
@@ -49,7 +49,7 @@ def check_stages(work: Work, gguf: GgufCheckpoint | None, result_bytes: int) -> 
     )
     logits = shape.vocab_size * window * (work.dtype.itemsize + LOGITS * FLOAT)
     passed = (
-        terms.activations(one, shape.intermediate_size, max(window, MOST_TOKENS)),
+        terms.activations(one, shape.intermediate_size, max(window, LONGEST_PASSAGE)),
         computed(max(logits, passage_bytes(shape, work.dtype)), LENGTH),
     )
 

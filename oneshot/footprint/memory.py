@@ -18,7 +18,7 @@ from oneshot.footprint.work import Work
 from oneshot.profiling import IMPORTANCE_TOKENS
 from oneshot.profiling.latency import RANKS, WIDTHS
 from oneshot.text import PIECE_BYTES, RECORDS, TABLES, ending_of, file_of, size_of_records
-from oneshot.text.languages import MOST_TOKENS
+from oneshot.text.languages import LONGEST_PASSAGE
 from oneshot.text.self_written import DOCUMENT_TOKENS, SELF, document_bytes, passage_bytes
 
 SLACK_BYTES = 128 * 2**20
@@ -96,7 +96,7 @@ def _writing(work: Work) -> list[Stage]:
     """Return the stages that load the model and let it write text."""
     shape, itemsize, knobs = work.shape, work.dtype.itemsize, ("--calibration",)
     documents = min(work.documents_together, math.ceil(work.num_tokens / DOCUMENT_TOKENS))
-    passage = passage_bytes(shape, work.dtype) + terms.activations(work, shape.intermediate_size, MOST_TOKENS).bytes
+    passage = passage_bytes(shape, work.dtype) + terms.activations(work, shape.intermediate_size, LONGEST_PASSAGE).bytes
     written = max(documents * document_bytes(shape, work.dtype), passage)
     parameters = shape.stack().stored_parameters() * itemsize
     # on the host the mapped file is the model unless its dtype changes

@@ -152,7 +152,7 @@ class Check:
         answers: what they wrote, greedily; `…` ends one that was cut.
         skipped: the sentence that says why there is no check, or no answers; empty if there are.
         seconds, peak_bytes, peak_device_bytes: of the check, as measured; a report counts them in its own.
-        kinds: as `perplexity`, by kind of the texts of `text.kinds`.
+        kinds: as `perplexity`, by kind of the texts of `text.kinds`, and of passages in other languages.
     """
 
     source: str = ""

@@ -21,7 +21,7 @@ FILE = Path(__file__).with_name("languages.jsonl")  # written for this; English 
 KNOWN = 1.75  # of English's nats, at most; SmolLM2, Gemma 3 and Qwen2.5 have up to 1.71 where they know one, else 1.87
 NUM_LANGUAGES = 17
 PASSAGE_TOKENS = 64  # of most passages and tokenizers
-MOST_TOKENS = 256  # of a passage that is read; a language that takes more is hardly known
+LONGEST_PASSAGE = 256  # tokens; a language that takes more is hardly known
 POSITIONS = 32  # whose logits are float32 together
 
 
@@ -56,7 +56,7 @@ def passages(tokenizer: Any) -> dict[str, list[int]]:
             logger.debug("The tokenizer does not take %s: %s", language.name, error)
             continue
         lacks = max(ids.count(unknown), of_openings.count(unknown)) > of_nothing.count(unknown)
-        if 1 < len(ids) <= MOST_TOKENS and not lacks:
+        if 1 < len(ids) <= LONGEST_PASSAGE and not lacks:
             found[language.name] = ids
     return found
 

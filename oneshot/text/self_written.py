@@ -19,7 +19,7 @@ from oneshot.machine import ALONE, Workers
 from oneshot.text.chats import added_start
 from oneshot.text.growing_cache import growing_in_place
 from oneshot.text.languages import (
-    MOST_TOKENS,
+    LONGEST_PASSAGE,
     POSITIONS,
     Language,
     known_languages,
@@ -131,12 +131,14 @@ def write_text(
     def written() -> list[int]:
         read = passages(tokenizer)
         model = _load(folder, device=device, dtype=dtype, max_memory_bytes=max_memory_bytes, load=load)
-        longest = getattr(model.config, "max_position_embeddings", 2 * DOCUMENT_TOKENS) // 2
+        positions = getattr(model.config, "max_position_embeddings", 2 * DOCUMENT_TOKENS)
+        longest = max(1, min(DOCUMENT_TOKENS, positions // 2))
         known = writers.share(0, lambda: known_languages(passage_nats(model, read)))
         if known:
             tell(f"the text that the model writes is also in {', '.join(language.name for language in known)}")
-        beginnings = (_tokens(tokenizer, opening, folder)[:OPENING_TOKENS] for opening in openings(seed, known))
-        groups = _groups(beginnings, seed, max(1, min(DOCUMENT_TOKENS, longest)), needed, together)
+        most = min(OPENING_TOKENS, longest)
+        beginnings = (_tokens(tokenizer, opening, folder)[:most] for opening in openings(seed, known))
+        groups = _groups(beginnings, seed, longest, needed, together)
         jobs = [partial(_continued, model, *group, lambda tokens: advance(tokens * writers.size)) for group in groups]
         written = writers.share_all(jobs, [float(len(drawn_at)) for _, drawn_at in groups])
         return [token for documents in written for document in documents for token in document][:needed]
@@ -152,13 +154,12 @@ def _groups(
 ) -> list[tuple[list[list[int]], torch.Tensor]]:
     """Return the documents that are written at once: their `beginnings`, and the levels that tokens are drawn by.
 
-    Together they have at least the `needed` tokens. `longest`: tokens that are written in each, and of a beginning.
+    Together they have at least the `needed` tokens. `longest`: tokens that are written in each.
     """
-    cut = (tokens[:longest] for tokens in beginnings)
     groups, num_tokens, every = list[tuple[list[list[int]], torch.Tensor]](), 0, levels(seed, longest)
     while num_tokens < needed:
         count = min(together, -(-(needed - num_tokens) // longest))
-        groups.append((list(itertools.islice(cut, count)), torch.stack(list(itertools.islice(every, count)))))
+        groups.append((list(itertools.islice(beginnings, count)), torch.stack(list(itertools.islice(every, count)))))
         num_tokens += sum(len(beginning) + longest for beginning in groups[-1][0])
     return groups
 
@@ -188,7 +189,7 @@ def document_bytes(shape: ModelShape, dtype: torch.dtype) -> float:
 
 def passage_bytes(shape: ModelShape, dtype: torch.dtype) -> float:
     """Return the bytes that a passage in a language takes, beside activations: as a document, with all its logits."""
-    logits = MOST_TOKENS * dtype.itemsize + 2 * POSITIONS * torch.float32.itemsize
+    logits = LONGEST_PASSAGE * dtype.itemsize + 2 * POSITIONS * torch.float32.itemsize
     return document_bytes(shape, dtype) + shape.vocab_size * logits
 
 

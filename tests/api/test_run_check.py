@@ -16,9 +16,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from oneshot import Config, Report
-from oneshot.api.check import quick_check, weight_bytes
+from oneshot.api.check import _together, quick_check, weight_bytes
 from oneshot.checkpoint import locate_checkpoint
 from oneshot.cli.main import main
+from oneshot.errors import CheckpointError
 from oneshot.evaluation import perplexity
 from oneshot.footprint.check import ANSWER_TOKENS
 from oneshot.pipeline import compress
@@ -226,6 +227,12 @@ def test_the_command_ends_with_a_summary_and_the_card_has_the_quality(
 )
 def test_a_kind_that_loses_far_more_than_the_others_is_a_warning(ratios: dict[str, float], is_far: bool) -> None:
     assert (far_kind(ratios) is not None) == is_far
+
+
+@pytest.mark.parametrize("lost", [float("nan"), float("inf"), 1e6])
+def test_passages_without_a_perplexity_are_refused_as_other_text_is(lost: float) -> None:
+    with pytest.raises(CheckpointError, match="which has no perplexity"):
+        _together({"German": 1.0, "Polish": lost}, {"German": [1, 2], "Polish": [3, 4]})
 
 
 def test_lost_languages_have_a_remedy_of_their_own() -> None:

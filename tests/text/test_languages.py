@@ -10,7 +10,7 @@ import torch
 
 from oneshot.text.languages import (
     KNOWN,
-    MOST_TOKENS,
+    LONGEST_PASSAGE,
     NUM_LANGUAGES,
     known_languages,
     languages,
@@ -79,7 +79,7 @@ def test_passages_that_are_longer_than_the_model_reads_have_no_nats() -> None:
 @pytest.mark.parametrize("start", [False, True])
 def test_a_language_with_letters_that_the_tokenizer_lacks_has_no_passage(start: bool) -> None:
     """Unknown tokens cost a model little. GPT-2's tokenizer is like the one that begins each text with its own."""
-    short = {one.name for one in languages() if len(one.passage.encode()) + start <= MOST_TOKENS}
+    short = {one.name for one in languages() if len(one.passage.encode()) + start <= LONGEST_PASSAGE}
     assert {"English", "German", "Turkish", "Chinese"} <= short < {one.name for one in languages()}
     assert passages(of_bytes(start=start)).keys() == short
     without = passages(of_bytes(start=start, lacks="äöü"))
