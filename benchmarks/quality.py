@@ -4,7 +4,8 @@ Every model is calibrated on one text and judged on five kinds that are not the 
 lm-eval tasks over local files. Some ask for likelihoods; of others the model writes the answer. What the sizes of a
 recipe share (the text, a profile) is done once. One row for every recipe, size, form and seed goes to
 `results/quality.jsonl`; `render.py` makes tables of them, `plot.py` the plot. The model is SmolLM2-135M, or with
-`--model` one of `real_models.py`, which is also judged on Python code and whose rows go to `results/models.jsonl`.
+`--model` one of `real_models.py`. Such a model, or any with `--code`, is also judged on Python code, and its rows go
+to `results/models.jsonl`.
 """
 
 import argparse
@@ -99,8 +100,13 @@ def dense_row(texts: dict[str, Any], arguments: argparse.Namespace) -> dict[str,
 
 
 def rows_name(arguments: argparse.Namespace) -> str:
-    """Return the name of the file of rows: SmolLM2 has one, and all other models share one."""
-    return "quality" if arguments.model is None else "models"
+    """Return the name of the file of rows: those of SmolLM2 without code have one, and all others share one."""
+    return "models" if judges_code(arguments) else "quality"
+
+
+def judges_code(arguments: argparse.Namespace) -> bool:
+    """Return whether Python code is a further kind of text."""
+    return arguments.code or arguments.model is not None
 
 
 def stated(arguments: argparse.Namespace, recipe: str) -> dict[str, Any]:
@@ -154,6 +160,7 @@ def main() -> None:
     options.add_argument("--tasks", nargs="+", choices=sorted(path.stem for path in TASKS.glob("*.yaml")), default=[])
     options.add_argument("--results", type=Path, nargs="+", help="judge these results, and compress nothing")
     options.add_argument("--task-limit", type=int, help="at most this many documents of each task")
+    options.add_argument("--code", action="store_true", help="judge also on Python code, as with --model")
     options.add_argument("--model", choices=sorted(MODELS), help="of real_models.py (default: SmolLM2-135M)")
     arguments = options.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -164,7 +171,7 @@ def main() -> None:
         folder = Path(scratch)
         source = smollm2_gguf() if arguments.model is None else fetch(arguments.model, MODELS_FOLDER)
         dense = locate_checkpoint(str(source), folder)
-        kinds = tuple(KINDS) if arguments.model is None else (*KINDS, CODE)
+        kinds = (*KINDS, CODE) if judges_code(arguments) else tuple(KINDS)
         windows = judging_windows(arguments.data_dir, folder, load_tokenizer(dense), arguments.max_windows, kinds=kinds)
         include_path = local_tasks(arguments.data_dir, folder)
         shared = provenance(

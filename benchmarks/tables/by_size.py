@@ -8,13 +8,13 @@ from harness import Row, read_rows
 
 from tables.cells import markdown
 from tables.gpu_measured import rows_of
-from tables.gpu_quality import default_row
+from tables.gpu_quality import TOKENS, rows_at_equal_tokens
 from tables.other_tools import default_curves
 
 SMALL, LARGE = "SmolLM2-135M", "Qwen2.5-Coder-0.5B"
 MEASURED = {SMALL: 134.5e6, LARGE: 494.0e6}  # stored parameters
 WIDTHS = {SMALL: 1536, LARGE: 4864}  # of FFNs
-TOKENS, FEW = 131_072, (32_768, 65_536)  # of calibration
+FEW = (32_768, 65_536)  # tokens of calibration
 PREDICTED = {"1.5B": 1.54e9, "7B": 7.6e9}
 SIZES = (0.1, 0.2, 0.3)
 
@@ -24,7 +24,7 @@ def by_size_table() -> str:
     stock = {row["asked"]: row for row in default_curves()["stock"]}
     lines = []
     measured: dict[str, tuple[Callable[[float], Row], ...]] = {  # of the small model and of the large one
-        "per-layer": (partial(default_row, SMALL), partial(default_row, LARGE)),
+        "per-layer": (partial(_per_layer, SMALL), partial(_per_layer, LARGE)),
         "stock": (stock.__getitem__, _stock_of_coder),
     }
     for form, models in measured.items():
@@ -35,7 +35,8 @@ def by_size_table() -> str:
     return markdown(
         ["form", "removed", SMALL, LARGE, "exponent", *(f"{name}, predicted" for name in PREDICTED)],
         lines,
-        "Score: perplexity ÷ dense, geometric mean over five kinds of text. The logarithm of the score falls as "
+        "Score: perplexity ÷ dense, geometric mean over five kinds of text; all rows are of code of 24 to 27 November, "
+        "which lost more than today's. The logarithm of the score falls as "
         "parameters to the power of −exponent. **Predicted from two models alone, of different makers and with equal "
         "tokens of calibration (131,072), so with fewer for each neuron of the larger one**: how far off such a line "
         f"can be is seen on Gemma 3 270M, per-layer −20 %, where it says {gemma[0]:.2f} and {gemma[1]:.2f} was "
@@ -65,6 +66,11 @@ def _by_equal_tokens() -> list[str]:
     )
 
 
+def _per_layer(model: str, size: float) -> Row:
+    [row] = (row for row in rows_at_equal_tokens() if (row["model"], row["asked"]) == (model, size))
+    return row
+
+
 def _stock_of_coder(size: float) -> Row:
     wanted = {"section": "quality, coder, stock", "recipe": "oneshot", "asked": size}
     return [row for row in rows_of("quality") if wanted.items() <= row.items()][-1]
@@ -74,6 +80,6 @@ def _gemma() -> tuple[float, float]:
     """Return the score of Gemma 3 270M by the line through both models, and as measured."""
     dense = [row for row in read_rows("models") if (row["model"], row["recipe"]) == ("gemma-3-270m", "dense")]
     parameters = dense[-1]["stored_parameters"]
-    small, large = (math.log(default_row(name, 0.2)["score"]) for name in MEASURED)
+    small, large = (math.log(_per_layer(name, 0.2)["score"]) for name in MEASURED)
     share = math.log(parameters / MEASURED[SMALL]) / math.log(MEASURED[LARGE] / MEASURED[SMALL])
-    return math.exp(small ** (1 - share) * large**share), default_row("gemma-3-270m", 0.2)["score"]
+    return math.exp(small ** (1 - share) * large**share), _per_layer("gemma-3-270m", 0.2)["score"]

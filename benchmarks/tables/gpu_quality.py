@@ -2,7 +2,7 @@
 
 from harness import Row, read_rows
 from judging import CODE, task_values
-from quality_rows import with_seeds
+from quality_rows import quality_rows, with_seeds
 
 from tables.cells import markdown, score_cell, standard_error
 from tables.gpu_measured import made_by, rows_of
@@ -10,6 +10,7 @@ from tables.gpu_measured import made_by, rows_of
 MODEL_TITLES = {"gemma-3-270m": "Gemma 3 270M", "qwen2.5-coder-0.5b": "Qwen2.5-Coder-0.5B"}  # of names of files
 QUALITY_KEYS = ("model", "recipe", "form", "calibration", "settings", "asked")  # of a line
 RECIPES = {"oneshot": "oneshot", "flap": "FLAP's recipe"}
+TOKENS, WINDOWS, DOCUMENTS = 131_072, 4, 500  # of calibration; of each text and task
 
 
 def _quality_lines() -> list[Row]:
@@ -34,40 +35,75 @@ def _ratio(row: Row, dense: dict[str, float], kind: str) -> str:
 def by_model_table() -> str:
     """Return the README's table: what the default of the per-layer form loses, one line for a model."""
     rows = [row for row in _default_rows() if row["asked"] in (0.1, 0.2, 0.3)]
-    denses = _dense_perplexities()
-    models = list(dict.fromkeys(row["model"] for row in rows))
-    lines = []
-    for model in models:
+    lines, of_cards = [], []
+    for model in dict.fromkeys(row["model"] for row in rows):
         of = {row["asked"]: row for row in rows if row["model"] == model}
+        title = MODEL_TITLES.get(model, model)
+        of_cards += [title] if _is_of_card(of[0.2]) else []
         lines.append(
             [
-                MODEL_TITLES.get(model, model),
+                *(title, f"{of[0.2]['calibration_tokens']:,}"),
                 *(score_cell(of[size], 3) if size in of else "–" for size in (0.1, 0.2, 0.3)),
-                _ratio(of[0.2], denses[str(of[0.2]["texts"])], CODE),
+                _code_cell(model, of[0.2]),
                 _accuracy_cell(model, 0.2),
             ]
         )
-    counted = sorted({len(row.get("scores", [0])) for row in rows})
-    seeds = " or ".join(str(number) for number in counted)
+    older = f" {' and '.join(of_cards)}: on a GPU with older code, which lost more." if of_cards else ""
     return markdown(
-        ["model", "−10 %", "−20 %", "−30 %", "Python code, −20 %", "accuracy, −20 %"],
+        ["model", "tokens", "−10 %", "−20 %", "−30 %", "Python code, −20 %", "accuracy, −20 %"],
         lines,
         "Perplexity ÷ the dense model's, geometric mean over five kinds of text that are not the calibration's; mean ± "
-        f"standard deviation over {seeds} seeds. Accuracy: mean over arc_easy, boolq, lambada_openai, piqa and "
-        "winogrande (500 documents of each), dense → compressed, one seed. The sizes are shares of the stored "
-        "parameters, the embedding "
-        "included.",
+        "standard deviation over 2 or 3 seeds, or one seed. Tokens: of calibration. Accuracy: mean over arc_easy, "
+        f"boolq, lambada_openai, piqa and winogrande ({DOCUMENTS} documents of each), dense → compressed, one seed. "
+        f"The sizes are shares of the stored parameters, the embedding included.{older}",
     )
 
 
 def _default_rows() -> list[Row]:
-    """Rows of the per-layer form by default with the model's own text, one for a model and size: the card's if any."""
-    card = [row for row in _quality_lines() if row["settings"] == {"curvature": "fisher"}]
-    others = [row for row in read_rows("models") if row.get("settings") == {"curvature": "fisher"}]
-    rows = [row for row in card + with_seeds(others, *QUALITY_KEYS) if row["recipe"] == "oneshot"]
-    usual = [row for row in rows if row["form"] == "per-layer" and row["calibration"] == "general.jsonl+self"]
-    first = {(row["model"], row["asked"]): row for row in reversed(usual)}
-    return [row for row in usual if first[row["model"], row["asked"]] is row]
+    """Return the rows of the per-layer form by default, with the model's own text: a model's newest text and code.
+
+    A card's rows are of older code than those of CPUs, so they count only for models that no CPU has compressed.
+    """
+    found = dict[str, list[Row]]()
+    for row in [*filter(_is_of_card, rows_at_equal_tokens()), *_rows_of_cpus()]:
+        own = found.setdefault(row["model"], [])
+        if own and _source(own[-1]) != _source(row):
+            own.clear()
+        own.append(row)
+    return [row for own in found.values() for row in own]
+
+
+def _source(row: Row) -> tuple[bool, int]:
+    return _is_of_card(row), row["calibration_tokens"]
+
+
+def _is_of_card(row: Row) -> bool:
+    return "date" not in row  # the rows of CPUs have one
+
+
+def _rows_of_cpus() -> list[Row]:
+    rows = [row for row in _rows_of_models() if row["model"] in MODEL_TITLES and row["max_windows"] == WINDOWS]
+    rows = with_seeds(rows, *QUALITY_KEYS, "calibration_tokens") + quality_rows()[1:]
+    named = [row | {"model": row["model"].removesuffix("-Instruct")} for row in rows]
+    return [row for row in named if _is_usual(row) and row["calibration_tokens"] <= TOKENS]
+
+
+def _rows_of_models() -> list[Row]:
+    return [row for row in read_rows("models") if row["recipe"] == "oneshot"]
+
+
+def _is_usual(row: Row) -> bool:
+    usual = {"recipe": "oneshot", "form": "per-layer", "calibration": "general.jsonl+self"}
+    return (usual | {"settings": {"curvature": "fisher"}}).items() <= row.items()
+
+
+def rows_at_equal_tokens() -> list[Row]:
+    """Return the same rows with equal tokens for every model, of one code: a card's rows, and older ones of CPUs."""
+    older = [row for row in _rows_of_models() if row["calibration_tokens"] == TOKENS]
+    of_others = with_seeds([row for row in older if row["model"] in MODEL_TITLES], *QUALITY_KEYS)
+    rows = [row for row in _quality_lines() + of_others if _is_usual(row)]
+    first = {(row["model"], row["asked"]): row for row in reversed(rows)}
+    return [row for row in rows if first[row["model"], row["asked"]] is row]
 
 
 def rows_by_default(model: str) -> list[Row]:
@@ -81,16 +117,30 @@ def default_row(model: str, asked: float) -> Row:
     return row
 
 
-def accuracy(model: str, asked: float, form: str = "per-layer") -> tuple[float, float] | None:
+def accuracy(model: str, asked: float) -> tuple[float, float] | None:
     """Return the mean accuracy over five tasks of the dense model and of the default's result; None if not measured."""
-    rows = [row for row in rows_of("tasks") if row["model"].removesuffix("-Instruct") == model and row["form"] == form]
-    values = {row["asked"]: row["mean_accuracy"] for row in rows}
+    if _is_of_card(default_row(model, asked)):
+        rows = [row for row in rows_of("tasks") if row["form"] == "per-layer"]
+    else:
+        rows = [row for row in read_rows("models") if row.get("task_limit") == DOCUMENTS]
+    values = {
+        row.get("asked", 0.0): row["mean_accuracy"] for row in rows if row["model"].removesuffix("-Instruct") == model
+    }
     return (values[0.0], values[asked]) if asked in values else None
 
 
 def _accuracy_cell(model: str, asked: float) -> str:
     measured = accuracy(model, asked)
     return f"{measured[0]:.1%} → {measured[1]:.1%}" if measured else "–"
+
+
+def _code_cell(model: str, row: Row) -> str:
+    """Return the ratio on Python code, which rows of `quality.jsonl` do not have: a row of the same result has it."""
+    if CODE in row["perplexity"]:
+        return _ratio(row, _dense_perplexities()[str(row["texts"])], CODE)
+    same = {"asked": row["asked"], "seed": row["seed"], "calibration_hash": row["calibration_hash"]}
+    ratios = [one["code_ratio"] for one in _rows_of_models() if "code_ratio" in one and same.items() <= one.items()]
+    return f"{ratios[-1]:.3f}" if ratios else "–"
 
 
 def _dense_perplexities() -> dict[str, dict[str, float]]:

@@ -58,8 +58,8 @@ def summary_table() -> str:
         f"shares of the stored parameters of {dense['model']}, the embedding included. The five texts are "
         f"{', '.join(KINDS.values())}; ± is the standard deviation over seeds ({seeds}). The two texts are WikiText-2 "
         "and an English text of another kind. All calibrate on `general.jsonl`; “with own text”: half of the tokens "
-        "are written by the model (`general.jsonl+self`). The first line is of a GPU in bfloat16, 16 windows of each "
-        "text; the other lines of five texts are of a CPU in float32, 4 windows. The rows of other tools are single "
+        "are written by the model (`general.jsonl+self`). The lines of five texts are of a CPU, 4 windows "
+        "of each text; the second is of older code, which lost more. The rows of other tools are single "
         "runs of their own code, "
         "patched for this model; the best three are shown. The row of `oneshot` on two texts is one run on an "
         "H100, without output curvature.",
@@ -78,7 +78,7 @@ def default_rows(form: str, calibration: str, tokens: int, settings: dict[str, s
 
 
 def default_curves() -> dict[str, list[Row]]:
-    """Rows of the default recipe by form, with the model's own text; the per-layer form's are from a card."""
+    """Rows of the default recipe by form, with the model's own text."""
     return {
         "per-layer": sorted(rows_by_default(MODEL), key=lambda row: row["asked"]),
         "stock": default_rows("stock", *OWN_TEXT, {}),

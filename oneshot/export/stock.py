@@ -30,7 +30,6 @@ class StockForm(Form):
 
     def grid(self, model: Model) -> Grid:
         """Return the sizes that the family's stock config can state."""
-        remedy = "--form per-layer" if model.family.reason_against("per-layer form") is None else None
         free = model.family.free_head_size
 
         def holds_heads(heads: int, groups: int) -> bool:
@@ -42,8 +41,18 @@ class StockForm(Form):
             return reason_against_config(config) is None
 
         return Grid(
-            *(model.family, model.shape, remedy), inner_sizes=free, equal_inner_sizes=free, holds_heads=holds_heads
+            model.family,
+            model.shape,
+            self.remedy(model),
+            inner_sizes=free,
+            equal_inner_sizes=free,
+            holds_heads=holds_heads,
         )
+
+    @staticmethod
+    def remedy(model: Model) -> str | None:
+        """Return the option for layers of different sizes; None where the family has no such form."""
+        return "--form per-layer" if model.family.reason_against("per-layer form") is None else None
 
     def config(self, model: Model, plan: Plan) -> dict[str, Any]:
         """Return the config.json of the result. Raises `PlanError` if the stock config cannot state the plan."""
@@ -58,7 +67,8 @@ class StockForm(Form):
         config = resized_config(model.family, config, resized)
         reason = reason_against_config(config)
         if reason is not None:
-            raise PlanError(f"No stock config holds this plan: {reason} Use --form per-layer, or --set heads=none.")
+            remedies = ", or ".join(remedy for remedy in (self.remedy(model), "--set heads=none") if remedy)
+            raise PlanError(f"No stock config holds this plan: {reason} Use {remedies}.")
         stock = {name: value for name, value in config.items() if name not in ("auto_map", "_model_name_or_path")}
         return stock | dict(model.family.own_head) if plan.hidden is not None else stock
 

@@ -179,7 +179,7 @@ def _stored_as(report: Report) -> str:
     if has_own_types(report):
         return "in a quantised type of its own for every matrix (`tensor-types.txt`)"
     save_dtype = report.config["save_dtype"]
-    dtype = "in the original's dtype" if save_dtype == "keep" else f"as `{save_dtype}`"
+    dtype = "in the dtype that the original's weights are read as" if save_dtype == "keep" else f"as `{save_dtype}`"
     return dtype if (rounded := quantised_as(report)) is None else f"{dtype}, and {rounded}"
 
 
