@@ -40,13 +40,8 @@ def compress_within(config: Config, check: Check, *, show_progress: Shown | Trac
         if corrected is not None:
             run.begin_next()
             report = checked(corrected)
-        lost, allowed = _lost(report), config.target.max_loss
-        if lost is not None and allowed is not None and lost > math.log1p(allowed):
-            logger.warning(
-                "The perplexity changed by %+.1f %% where %.3g %% was allowed; ask for a smaller --max-loss.",
-                100 * math.expm1(lost),
-                100 * allowed,
-            )
+        if (sentence := report.unmet_limit) is not None:
+            logger.warning("%s", sentence)
         return report
 
 
@@ -59,12 +54,13 @@ def _corrected(config: Config, report: Report) -> Config | None:
     """Return the config of a second plan by what the first one's check has measured; None if there is no need."""
     assert config.target.max_loss is not None
     lost, allowed = _lost(report), math.log1p(config.target.max_loss)
-    if lost is None:
-        reason = report.check.skipped if report.check is not None else ""
-        logger.warning("--max-loss could not be judged, so the size is the predicted one. %s", reason)
-        return None
     predicted = (report.predicted_divergence or {}).get("plan", 0.0)
-    if config.target.loss_scale is not None or predicted <= 0 or TOO_CAREFUL * allowed <= lost <= allowed:
+    if (
+        lost is None
+        or config.target.loss_scale is not None
+        or predicted <= 0
+        or TOO_CAREFUL * allowed <= lost <= allowed
+    ):
         return None
     scale = max(lost, TOO_CAREFUL / 2 * allowed) / predicted
     logger.warning(

@@ -1,6 +1,7 @@
 """Checkpoints on disk: where they are, how they are read safely, and how a run writes one."""
 
 from oneshot.checkpoint.card import card_metadata
+from oneshot.checkpoint.compressed_tensors import rounds_inputs
 from oneshot.checkpoint.further import FurtherLayer, FurtherLayers, further_layers
 from oneshot.checkpoint.gguf import GgufCheckpoint, open_gguf
 from oneshot.checkpoint.journal import Journal

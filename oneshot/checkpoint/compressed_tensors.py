@@ -21,6 +21,7 @@ from oneshot.checkpoint.quantised import (
 from oneshot.errors import CheckpointError, cause
 
 NVFP4, MXFP4 = "nvfp4-pack-quantized", "mxfp4-pack-quantized"
+KIND = "compressed-tensors"
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", NVFP4, MXFP4)
 PACKED, SCALE, ZERO, SHAPE = "weight_packed", "weight_scale", "weight_zero_point", "weight_shape"
 ROLES = (PACKED, "weight", SCALE, ZERO, SHAPE, "weight_global_scale")  # the weight's own numbers first
@@ -32,6 +33,12 @@ UNUSED = tuple(
 )
 WORD = 32
 PANEL = 1024  # rows that are dequantised together, because that needs many times the memory of the packed ones
+
+
+def rounds_inputs(config: Mapping[str, Any]) -> bool:
+    """Return whether linears of a config.json also round what they read, which a dequantised weight does not."""
+    stated = config.get("quantization_config") or {}
+    return stated.get("quant_method") == KIND and any(group.input_activations for group in _groups(stated))
 
 
 def compressed_weights(
@@ -64,24 +71,30 @@ def compressed_weights(
     return QuantisedWeights(found, UNUSED, f"compressed-tensors, {' and '.join(sorted(kinds))}")
 
 
-def _schemes(stated: Mapping[str, Any]) -> Any:
-    """Return `module -> (scheme, format)`. Raises `CheckpointError` for what is not read."""
+def _groups(stated: Mapping[str, Any]) -> list[Any]:
+    """Return the groups of linears and their schemes. Raises `CheckpointError` for what is not understood."""
     try:
         from compressed_tensors.quantization import QuantizationConfig
-        from compressed_tensors.utils.match import match_name
     except ImportError as error:
         raise CheckpointError(
             "Reading weights of compressed-tensors needs that package; run pip install 'oneshot-llm[compressed]'."
         ) from error
-    for key in ("transform_config", "sparsity_config"):
-        if stated.get(key):
-            raise CheckpointError(f"The weights of compressed-tensors have a {key}, which is not read; {OTHERWISE}.")
     try:
-        groups = QuantizationConfig.model_validate(dict(stated)).config_groups.values()
+        return list(QuantizationConfig.model_validate(dict(stated)).config_groups.values())
     except ValueError as error:
         raise CheckpointError(
             f"The quantization_config is not understood by compressed-tensors ({cause(error)}); {OTHERWISE}."
         ) from error
+
+
+def _schemes(stated: Mapping[str, Any]) -> Any:
+    """Return `module -> (scheme, format)`. Raises `CheckpointError` for what is not read."""
+    groups = _groups(stated)
+    from compressed_tensors.utils.match import match_name
+
+    for key in ("transform_config", "sparsity_config"):
+        if stated.get(key):
+            raise CheckpointError(f"The weights of compressed-tensors have a {key}, which is not read; {OTHERWISE}.")
 
     def scheme_of(module: str) -> tuple[Any, str]:
         """Return the scheme whose targets name the module, or else the one for all modules of a class."""

@@ -43,7 +43,8 @@ class GgufCheckpoint(Checkpoint):
     """A GGUF file read as the float32 checkpoint that it will become, a tensor at a time.
 
     Attributes:
-        file_bytes: bytes of the GGUF file, or of all parts of a split one, whose first part is given.
+        file_bytes: bytes of the GGUF file, or of all parts of a split one, whose first part is given. header_bytes:
+            those before its first tensor, with the vocabulary.
         architecture: llama.cpp's name. kind: the type of most of its bytes, such as `Q4_K`.
 
     Raises `CheckpointError` if the file is damaged, of another kind, or says something that oneshot does not know.
@@ -64,7 +65,11 @@ class GgufCheckpoint(Checkpoint):
         family = FAMILIES[self._architecture.model_type]
         self._transposed = tuple(f"{linear}.weight" for linear in family.stack.transposed)
         self._num_layers = self.config[family.sizes.num_hidden_layers]
-        self.file_bytes, self.kind = self._file.num_bytes, self._file.main_kind
+        self.file_bytes, self.header_bytes, self.kind = (
+            self._file.num_bytes,
+            self._file.header_bytes,
+            self._file.main_kind,
+        )
         self._file_names, self._stored_names = self._names(), {}
         shapes = {name: self._file.tensors[stored].shape for name, stored in self._file_names.items()}
         self.shapes = {name: self._turned(name, shape) for name, shape in shapes.items()}

@@ -140,7 +140,8 @@ class GgufModel:
     """A GGUF file, or all parts of one that was split (`llama-gguf-split`), as one.
 
     Attributes:
-        metadata, tensors: as of `GgufFile`. num_bytes: of all parts.
+        metadata, tensors: as of `GgufFile`. num_bytes: of all parts. header_bytes: of the first part, before
+            its tensors.
 
     Raises `ValueError` for a part that is missing or of another model, and as `GgufFile`.
     """
@@ -150,6 +151,7 @@ class GgufModel:
         count = first.metadata.get(COUNT, 1)
         self._parts = [first, *(_part(path, first, number) for number in range(1, count))]
         self.metadata, self.num_bytes = first.metadata, sum(part.num_bytes for part in self._parts)
+        self.header_bytes = min((tensor.start for tensor in first.tensors.values()), default=first.num_bytes)
         self._part_of: dict[str, GgufFile] = {}
         for part in self._parts:
             for name in part.tensors:

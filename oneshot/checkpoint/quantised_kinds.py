@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from oneshot.checkpoint.compressed_tensors import compressed_weights
+from oneshot.checkpoint.compressed_tensors import KIND, compressed_weights
 from oneshot.checkpoint.fp8 import fp8_weights
 from oneshot.checkpoint.gptq import gptq_weights
 from oneshot.checkpoint.mxfp4 import mxfp4_weights
@@ -23,7 +23,7 @@ def find_quantised(config: Mapping[str, Any], shapes: Shapes, dtypes: Mapping[st
         return fp8_weights(stated, shapes, dtypes)
     if method == "mxfp4":
         return mxfp4_weights(shapes, dtypes)
-    if method == "compressed-tensors":
+    if method == KIND:
         return compressed_weights(stated, config, shapes, dtypes)
     if method in ("gptq", "awq"):
         return gptq_weights(method, stated, config, shapes, dtypes)

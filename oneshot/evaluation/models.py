@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from oneshot.architecture import StackShape
-from oneshot.checkpoint import Checkpoint, identify, load_whole
+from oneshot.checkpoint import Checkpoint, identify, load_whole, rounds_inputs
 from oneshot.errors import CalibrationError
 from oneshot.export import model_classes, renamed_ranks, stated_shape
 from oneshot.report.display import progress_bar
@@ -23,7 +23,8 @@ LATENCY_ROUNDS = 5
 def load_model(folder: Path, *, device: torch.device, dtype: torch.dtype | str) -> Any:
     """Load the model of a local checkpoint for inference; `dtype="auto"` is the stored dtype.
 
-    A checkpoint with a modelling file is read by this package's own class. The file in the folder is not run.
+    A checkpoint with a modelling file is read by this package's own class. The file in the folder is not run. Weights
+    that were quantised are dequantised, but where linears of compressed-tensors also round what they read.
     """
     config = json.loads((folder / "config.json").read_text())
     _, model_class = model_classes(config)
@@ -33,6 +34,8 @@ def load_model(folder: Path, *, device: torch.device, dtype: torch.dtype | str) 
         weights = {older.get(name, name): tensor for name, tensor in stored.read(stored.shapes).items()}
         own = model_class.config_class.from_pretrained(folder, local_files_only=True)
         model = model_class.from_pretrained(None, config=own, state_dict=weights, dtype=dtype)
+    elif rounds_inputs(config):
+        model = model_class.from_pretrained(folder, local_files_only=True, dtype=dtype)
     else:
         model = load_whole(model_class, folder, dtype=dtype)
     _save_with_code(model)

@@ -39,6 +39,10 @@ class Form(ABC):
         """Return a block of code for the model card that opens a result; `task`: `report.card.task_of` its config."""
         return python_usage(task, runs_code=bool(self.modelling_files))
 
+    def vocabulary_bytes(self, model: Model) -> int:
+        """Return the bytes that the tokenizer takes in the weight file; 0 where it has files of its own."""
+        return 0
+
     @abstractmethod
     def grid(self, model: Model) -> Grid:
         """Return the sizes that the form can state for a model."""

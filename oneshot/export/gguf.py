@@ -6,6 +6,7 @@ widths and of heads. Both are laid out as llama.cpp's own converter lays them ou
 
 import importlib.util
 import math
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -56,6 +57,21 @@ class GgufFolder(Form):
 
     def usage(self, task: str) -> str:
         return f"```\nllama-server -m FOLDER/{FILE_NAME}\n```"
+
+    def vocabulary_bytes(self, model: Model) -> int:
+        """Return the bytes of a file that has the tokenizer alone; of a GGUF input those before its first tensor."""
+        if isinstance(model.checkpoint, GgufCheckpoint):
+            return model.checkpoint.header_bytes
+        import gguf
+
+        with tempfile.TemporaryDirectory(prefix="oneshot-") as scratch:
+            path = Path(scratch, FILE_NAME)
+            writer = gguf.GGUFWriter(path, OWN_SIZES)
+            vocabulary_of(model).write(writer)
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.close()
+            return path.stat().st_size
 
 
 class GgufForm(GgufFolder, LlamaLayers):

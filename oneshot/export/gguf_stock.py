@@ -35,7 +35,8 @@ class StockGgufForm(GgufFolder, StockForm):
         if family.head is None:
             refusal = "--form gguf holds models that write text, and this one has no output head; use --form stock."
         elif (reason := reason_against_stating(name, config)) is not None:
-            refusal = f"--form gguf cannot state a part of the model's config.json ({reason}); use {self.remedy(model) or '--form stock'}."
+            other = self.remedy(model) or "--form stock"
+            refusal = f"--form gguf cannot state a part of the model's config.json ({reason}); use {other}."
         return Grid(family, model.shape, remedy=self.remedy(model), refusal=refusal, writes_vocabulary=True)
 
     def config(self, model: Model, plan: Plan) -> dict[str, Any]:

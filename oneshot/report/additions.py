@@ -41,7 +41,7 @@ def add_check(folder: Path, report: Report, check: Check) -> Report:
             return replace(report, check=Check(skipped=f"There is no check, because another run replaced {folder}."))
         report = replace(report, evaluations=stored_evaluations(folder))  # of a command beside the check
         _write(folder, report)
-        _add_quality(folder / CARD_NAME, check)
+        _add_quality(folder / CARD_NAME, check, report.unmet_limit)
     return report
 
 
@@ -117,8 +117,8 @@ def _write(folder: Path, report: Report) -> None:
             write_whole(folder / name, text)
 
 
-def _add_quality(path: Path, check: Check) -> None:
-    """Put a measured quality into a card; a card without the place for it stays."""
+def _add_quality(path: Path, check: Check, unmet: str | None) -> None:
+    """Put a measured quality into a card, and the sentence on a limit; a card without the place for it stays."""
     sentences = []
     if check.perplexity is not None:
         dense, compressed = check.perplexity["dense"], check.perplexity["compressed"]
@@ -132,6 +132,7 @@ def _add_quality(path: Path, check: Check) -> None:
         )
         far = far_kind(check.ratios)
         sentences += [] if far is None else [far]
+    sentences += [] if unmet is None else [unmet]
     if sentences and path.is_file():
         line = " ".join(sentences)
         write_whole(path, path.read_text(encoding="utf-8").replace(QUALITY, line, 1))

@@ -229,7 +229,24 @@ class Report:
         """Return the warnings of the run, of its layers and of its check, each once."""
         of_layers = (one for layer in self.layers for one in layer.warnings)
         far = None if self.check is None or not self.check.kinds else far_kind(self.check.ratios)
-        return list(dict.fromkeys([*self.warnings, *of_layers, *([] if far is None else [far])]))
+        of_check = [one for one in (far, self.unmet_limit) if one is not None]
+        return list(dict.fromkeys([*self.warnings, *of_layers, *of_check]))
+
+    @property
+    def unmet_limit(self) -> str | None:
+        """Return the sentence on a `--max-loss` that the check could not judge, or found exceeded; None otherwise."""
+        allowed = self.config["target"].get("max_loss")
+        if allowed is None or self.check is None:
+            return None
+        lost = self.check.lost_nats
+        if lost is None:
+            return f"--max-loss could not be judged, so the size is the predicted one. {self.check.skipped}".strip()
+        if lost <= math.log1p(allowed):
+            return None
+        return (
+            f"The perplexity changed by {100 * math.expm1(lost):+.1f} % where {100 * allowed:.3g} % was allowed; ask "
+            "for a smaller --max-loss."
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the record as plain JSON values."""

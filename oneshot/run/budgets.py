@@ -47,9 +47,7 @@ def _file_budget(run: Run, size_bytes: int) -> Budget:
     narrowest = whole / dense if save_dtype != "keep" else math.floor(whole / dense)
     further, quantisation = expected_bytes(save_dtype, checkpoint, run.further.most_parameters), run.quantisation
     parts = 2 if quantisation is None else 4  # a linear of low rank is two tensors, and a quantised one three
-    headers = HEADER_BYTES * parts * len(checkpoint.shapes)
-    if not run.form.is_safetensors:  # one file, with the vocabulary
-        headers += sum(path.stat().st_size for path in checkpoint.folder.glob("tokenizer*"))
+    headers = HEADER_BYTES * parts * len(checkpoint.shapes) + run.form.vocabulary_bytes(run.model)
 
     def measure(stack: StackShape) -> float:
         if quantisation is not None:

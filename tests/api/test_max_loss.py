@@ -26,7 +26,7 @@ from oneshot.parsing import parse_share
 from oneshot.pipeline import compress, predict
 from oneshot.planning.predicted import LOST_FOR_PREDICTED, with_share
 from oneshot.report.additions import add_check
-from oneshot.report.card import REPORT_NAME
+from oneshot.report.card import CARD_NAME, PAGE_NAME, REPORT_NAME
 from oneshot.report.records import Check
 from oneshot.report.summary import summary
 from oneshot.settings import read_recipe, recipe_text
@@ -106,6 +106,31 @@ def test_a_second_size_follows_what_was_measured(factor: float, is_corrected: bo
         assert scale * report.predicted_divergence["plan"] <= allowed * (1 + 1e-9)
         assert (share_of(report) < share_of(reports[0])) == (factor > 1)
     assert Report.from_dict(json.loads((Path(asked.output) / REPORT_NAME).read_text())).check
+
+
+@pytest.mark.parametrize(("lost", "said"), [(None, "could not be judged"), (3.0, "was allowed"), (1.0, None)])
+def test_a_limit_that_is_not_met_is_in_the_report_and_on_the_card(
+    lost: float | None, said: str | None, asked: Config, caplog: pytest.LogCaptureFixture
+) -> None:
+    allowed = math.log1p(asked.target.max_loss or 0)
+
+    def check(config: Config, report: Report) -> Report:
+        kinds = {} if lost is None else {"prose": {"dense": 2.0, "compressed": 2.0 * math.exp(lost * allowed)}}
+        return add_check(
+            Path(config.output), report, Check(kinds=kinds, skipped="" if kinds else "llama.cpp opens it.")
+        )
+
+    report, folder = compress_within(asked, check), Path(asked.output)
+    texts = (
+        caplog.text,
+        "".join(report.all_warnings),
+        (folder / CARD_NAME).read_text(),
+        (folder / PAGE_NAME).read_text(),
+    )
+    for text in texts:
+        assert ("could not be judged" in text) == (said == "could not be judged")
+        assert ("for a smaller --max-loss" in text) == (said == "was allowed")
+    assert Report.read(folder / REPORT_NAME).unmet_limit == report.unmet_limit
 
 
 def test_it_continues_wherever_it_ended(asked: Config, monkeypatch: pytest.MonkeyPatch) -> None:

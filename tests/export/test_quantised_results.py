@@ -81,7 +81,9 @@ def test_transformers_opens_what_was_written(
     tokens = torch.randint(0, 400, (2, 20))
     with torch.inference_mode():
         logits, expected = opened(tokens).logits, dequantised(tokens).logits
-        assert torch.equal(own(tokens).logits, expected)  # as `oneshot evaluate` opens it
+        rounds_inputs = name in ("w8a8", "fp8")
+        assert torch.equal(own(tokens).logits, logits if rounds_inputs else expected)  # as `oneshot evaluate` opens it
+        assert not rounds_inputs or not torch.allclose(logits, expected, rtol=1e-4, atol=0)
     weights = dict(dequantised.named_parameters())
     linears = [one for one, module in opened.model.layers.named_modules() if isinstance(module, nn.Linear)]
     assert linears

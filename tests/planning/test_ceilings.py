@@ -1,5 +1,7 @@
 """`--params` and `--max-size` are never exceeded, in any form."""
 
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,6 +48,21 @@ def test_bytes_are_a_ceiling(make_checkpoint: MakeCheckpoint, make_config: MakeC
     output = Path(report.config["output"])
     written = sum(path.stat().st_size for path in output.iterdir() if path.suffix in (".safetensors", ".gguf"))
     assert 0.4 * whole < written <= asked
+
+
+def test_a_gguf_file_counts_the_vocabulary_that_it_holds(
+    make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    """It does not hold the tokenizer's JSON, which may be many times as long."""
+    folder = Path(shutil.copytree(make_checkpoint(layers=3), tmp_path / "model"))
+    config = make_config(folder, sparsity=None, size_bytes=10**7, form="gguf")
+    tokenizer = folder / "tokenizer.json"
+    tokenizer.write_text(json.dumps(json.loads(tokenizer.read_text()), indent=40))
+    with open_run(config) as run:
+        predicted = budget_of(run, config.target).measure(run.grid.stack(dense_plan(run.model.shape, run.method)))
+    compress(replace(config, target=replace(config.target, size_bytes=None, sparsity=0.0)))
+    written = (Path(config.output) / "model.gguf").stat().st_size
+    assert written <= predicted < written + 2 * HEADER_BYTES * len(Checkpoint(folder).shapes)
 
 
 def test_bytes_count_the_orders_of_low_ranks(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
