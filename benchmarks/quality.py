@@ -100,7 +100,7 @@ def dense_row(texts: dict[str, Any], arguments: argparse.Namespace) -> dict[str,
 
 
 def rows_name(arguments: argparse.Namespace) -> str:
-    """Return the name of the file of rows: those of SmolLM2 without code have one, and all others share one."""
+    """Return the name of the file of rows: SmolLM2 without code has one, and all others share one."""
     return "models" if judges_code(arguments) else "quality"
 
 

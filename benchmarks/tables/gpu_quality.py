@@ -62,7 +62,7 @@ def by_model_table() -> str:
 def _default_rows() -> list[Row]:
     """Return the rows of the per-layer form by default, with the model's own text: a model's newest text and code.
 
-    A card's rows are of older code than those of CPUs, so they count only for models that no CPU has compressed.
+    A card's rows have older code, so they count only for models that no CPU has compressed.
     """
     found = dict[str, list[Row]]()
     for row in [*filter(_is_of_card, rows_at_equal_tokens()), *_rows_of_cpus()]:
