@@ -323,11 +323,32 @@ RANKED = {
 }
 
 
+def is_plain(module: nn.Module) -> bool:
+    """Return whether a linear or a table is torch's own, with numbers as its weight; quantisers and adapters change it.
+
+    compressed-tensors keeps torch's linear. Its scheme still rounds what the linear reads, also after the first pass.
+    """
+    weight = getattr(module, "weight", None)
+    if type(module) not in (nn.Linear, OneshotTable) or type(weight) is not nn.Parameter:
+        return False
+    is_number = weight.is_floating_point() and weight.element_size() > 1
+    return is_number and not hasattr(module, "quantization_scheme")
+
+
+def refuse_other_linear(name: str, coordinates: OneshotCoordinates, linear: nn.Module) -> None:
+    """Raise `ValueError` if a linear of low rank cannot be made whole."""
+    if not is_plain(linear):
+        raise ValueError(
+            f"{name} is quantised or has an adapter, so it cannot be expanded; open a result that was made without "
+            "--quantise, and call expand_() before a quantiser or an adapter changes the model."
+        )
+    if any(weight.is_meta for weight in (coordinates.weight, *linear.parameters(recurse=False))):
+        raise ValueError("Weights that are off-loaded cannot be expanded; open the model without off-loading.")
+
+
 @torch.no_grad()
 def whole_linear(coordinates: OneshotCoordinates, linear: nn.Linear) -> nn.Linear:
     """Return the whole linear that a linear of low rank stands for."""
-    if coordinates.weight.is_meta or linear.weight.is_meta:
-        raise ValueError("Weights that are off-loaded cannot be expanded; open the model without off-loading.")
     weight = coordinates(linear.weight, expand=True)
     whole = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     whole.weight, whole.bias = nn.Parameter(weight, linear.weight.requires_grad), linear.bias
@@ -493,14 +514,15 @@ class OneshotResult:
     def lay_out_(self) -> None:
         """Store linears with more outputs than inputs by columns: a CPU then decodes a token faster in float32.
 
-        Answers, names, shapes, memory and saved copies stay. Libraries that shard parameters refuse this order.
+        Answers, names, shapes, memory, saved copies and quantised linears stay. Libraries that shard parameters refuse
+        this order.
         """
         model: Any = self
         tied = getattr(model.get_input_embeddings(), "weight", None)  # a head that is this table is saved by rows alone
         for module in model.modules():
-            weight = getattr(module, "weight", None)
-            if type(module) not in (nn.Linear, OneshotTable) or type(weight) is not nn.Parameter or weight is tied:
-                continue  # also what a quantiser has put there
+            weight: Any = getattr(module, "weight", None)
+            if weight is tied or not is_plain(module):
+                continue
             if weight.is_meta:
                 raise ValueError("Weights that are off-loaded have no order; open the model without off-loading.")
             if len(weight) > weight.shape[1]:
@@ -596,18 +618,26 @@ class OneshotForCausalLM(OneshotResult, LlamaForCausalLM):
         """Make linears whole whose low rank takes more than this share of a whole linear's products.
 
         They are then as fast as in the dense model, and take its memory, also in a saved copy. 0 expands all linears.
+        Raises `ValueError` before any change if one of them is quantised, has an adapter or is off-loaded.
         """
         assert self.config.layers is not None
-        self.config.layers = [dict(sizes) for sizes in self.config.layers]
-        for layer, sizes in zip(self.model.layers, self.config.layers, strict=True):
+        found = []
+        for number, sizes in enumerate(self.config.layers):
             for kind, (part, read, names) in RANKED.items():
                 if not sizes[kind]:
                     continue
-                sublayer, rank = layer.get_submodule(part), sizes[kind]
+                place, rank = f"model.layers.{number}.{part}", sizes[kind]
+                sublayer: Any = self.get_submodule(place)
                 coordinates, linears = getattr(sublayer, read), [getattr(sublayer, name) for name in names]
                 rows, width = sum(linear.out_features for linear in linears), sum(coordinates.sizes)
                 if rank * (rows + width - rank) > above * rows * width:
                     for name, linear in zip(names, linears, strict=True):
-                        setattr(sublayer, name, whole_linear(coordinates, linear))
-                    setattr(sublayer, read, nn.Identity())
-                    sizes[kind] = 0
+                        refuse_other_linear(f"{place}.{name}", coordinates, linear)
+                    found.append((number, kind, sublayer))
+        self.config.layers = [dict(sizes) for sizes in self.config.layers]
+        for number, kind, sublayer in found:
+            _, read, names = RANKED[kind]
+            for name in names:
+                setattr(sublayer, name, whole_linear(getattr(sublayer, read), getattr(sublayer, name)))
+            setattr(sublayer, read, nn.Identity())
+            self.config.layers[number][kind] = 0

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from factories import MakeCheckpoint, MakeConfig
+from factories import MakeCheckpoint, MakeConfig, MakeResult
 from interruptions import contents, stop_before, undisturbed
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -109,6 +109,39 @@ def test_transformers_opens_what_was_written(
     errors = [layer.rounding_errors for layer in report.layers]
     assert all(0 < error < 0.5 for of_layer in errors for error in of_layer.values())
     assert {len(of_layer) for of_layer in errors} == {7}
+
+
+@pytest.mark.parametrize("passes", [False, True], ids=["at once", "after a pass"])
+@pytest.mark.parametrize("name", ["w8a8", "w4a16", "fp8", "nvfp4", "mxfp4"])
+def test_quantised_linears_are_neither_expanded_nor_laid_out(
+    name: str, passes: bool, make_checkpoint: MakeCheckpoint, make_result: MakeResult, tmp_path: Path
+) -> None:
+    """The first pass dequantises the weights of compressed-tensors, and what linears read is still rounded."""
+    options = {"save_dtype": "bfloat16"} if name.endswith("fp4") else dict(IN_GROUPS["per-layer"])
+    folder = make_result(make_checkpoint(**SIZES), form="per-layer", quantise=name, sparsity=0.3, **options)
+    tokens = torch.randint(0, 400, (2, 20))
+
+    def logits(model: Any) -> torch.Tensor:
+        with torch.inference_mode():
+            found: torch.Tensor = model(tokens).logits
+        return found
+
+    def opened(folder: Path) -> Any:
+        return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+
+    model, expected = opened(folder), logits(opened(folder))
+    if passes:
+        logits(model)
+    before = repr(model), repr(model.config)
+    with pytest.raises(ValueError, match=r"_proj is quantised or has an adapter.* made without --quantise, and call"):
+        model.expand_(0)
+    model.lay_out_()
+    linears = [one for one in model.model.layers.modules() if isinstance(one, nn.Linear)]
+    assert all(weight.is_contiguous() for linear in linears for weight in linear.parameters())
+    assert (repr(model), repr(model.config)) == before
+    assert torch.equal(logits(model), expected)
+    model.save_pretrained(tmp_path / "saved")
+    assert torch.equal(logits(opened(tmp_path / "saved")), expected)
 
 
 def test_bytes_are_known_before(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:

@@ -4,6 +4,7 @@ import copy
 import importlib.metadata
 import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from factories import MakeCheckpoint, MakeResult, build_model, randomise
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from oneshot.architecture import LayerShape, ModelShape, TableShape
@@ -178,8 +180,50 @@ def test_expanded_linears_compute_the_same(above: float, left: int, folder: Path
 
 def test_weights_on_disk_are_not_expanded(folder: Path, tmp_path: Path) -> None:
     model = opened(folder, device_map="auto", max_memory={"cpu": 60000}, offload_folder=str(tmp_path / "weights"))
+    assert any(weight.is_meta for weight in model.model.layers[1].parameters())
+    before = repr(model), repr(model.config)
     with pytest.raises(ValueError, match="open the model without off-loading"):
         model.expand_(0)
+    assert (repr(model), repr(model.config)) == before
+
+
+def of_another_class(linear: nn.Linear) -> nn.Module:
+    """Return a linear as bitsandbytes and other packages put it in a linear's place."""
+    return type("Linear8bit", (nn.Linear,), {})(linear.in_features, linear.out_features, bias=False)
+
+
+def of_another_tensor(linear: nn.Linear) -> nn.Module:
+    """Return a linear with a weight as torchao puts it in the weight's place."""
+    linear.weight = nn.Parameter(linear.weight.detach().as_subclass(type("Int8Tensor", (torch.Tensor,), {})))
+    return linear
+
+
+def of_integers(linear: nn.Linear) -> nn.Module:
+    linear.weight = nn.Parameter(linear.weight.detach().to(torch.int8), requires_grad=False)
+    return linear
+
+
+def adapted(linear: nn.Linear) -> nn.Module:
+    from peft import LoraConfig
+    from peft.tuners.lora import Linear
+
+    return Linear(linear, "default", LoraConfig(r=2), r=2)
+
+
+@pytest.mark.parametrize("changed", [of_another_class, of_another_tensor, of_integers, adapted])
+def test_linears_that_are_not_torchs_own_are_not_expanded(
+    changed: Callable[[nn.Linear], nn.Module], folder: Path
+) -> None:
+    """Nothing is changed before, and what does not become whole may be quantised."""
+    model = opened(folder)
+    mlp = model.model.layers[1].mlp
+    mlp.up_proj = changed(mlp.up_proj)
+    before = repr(model), repr(model.config)
+    with pytest.raises(ValueError, match=r"^model\.layers\.1\.mlp\.up_proj is quantised or has an adapter, .*\.$"):
+        model.expand_(0)
+    assert (repr(model), repr(model.config)) == before
+    model.expand_(0.6)
+    assert isinstance(mlp.gate_read, nn.Identity)
 
 
 def test_weights_by_columns_compute_and_save_the_same(folder: Path, tmp_path: Path) -> None:
