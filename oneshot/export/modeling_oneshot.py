@@ -17,6 +17,7 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel, LlamaPreTrainedModel
+from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -147,6 +148,11 @@ class OneshotCoordinates(nn.Module):
             chosen = states.gather(1, self.columns.expand(states.shape))
         first, others = chosen.split_with_sizes(self.sizes, 1)
         return torch.addmm(first, others, self.weight).view(*x.shape[:-1], -1)
+
+
+def count_(places: torch.Tensor) -> None:
+    """Fill rows with 0, 1, 2 and so on, unless a file held them."""
+    init.copy_(places, torch.arange(places.shape[-1], device=places.device).expand_as(places))
 
 
 def coordinates_of(width: int, rank: int) -> nn.Module:
@@ -476,9 +482,22 @@ def mapped_output(model: Any, _: tuple[Any, ...], output: Any) -> Any:
 
 
 class OneshotResult:
-    """Give results a vocabulary that grows, also where the config lists `ranges`, and an order of weights."""
+    """Give results a vocabulary that grows, also where the config lists `ranges`, values, and an order of weights."""
 
     ranges = "embedding", "output_head"
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Also give first values to the modules of this file; transformers' functions leave what a file holds."""
+        super()._init_weights(module)  # type: ignore[misc]
+        if isinstance(module, OneshotCoordinates):
+            config: Any = self.config  # type: ignore[attr-defined]
+            init.normal_(module.weight, std=getattr(config, "initializer_range", None) or 0.02)  # as in transformers
+            count_(module.columns)
+        elif isinstance(module, OneshotEmbedding):
+            count_(module.places)
+        elif isinstance(module, OneshotAttention) and module.rotary_selected:
+            count_(module.rotary_pairs)
 
     def resize_token_embeddings(
         self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True

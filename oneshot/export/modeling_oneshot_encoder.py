@@ -15,6 +15,7 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import nn
 from transformers import BertConfig, BertForMaskedLM, BertForQuestionAnswering, BertForTokenClassification
+from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.masking_utils import create_bidirectional_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -233,6 +234,15 @@ class OneshotEncoderPreTrainedModel(BertPreTrainedModel):
     _input_embed_layer = "word_embeddings"
     _no_split_modules = ["OneshotEncoderEmbeddings", "OneshotEncoderLayer"]  # noqa: RUF012
     _can_record_outputs = {"hidden_states": OneshotEncoderLayer, "attentions": OneshotSelfAttention}  # noqa: RUF012
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Also give first values to what is not BERT's; transformers' functions leave what a file holds."""
+        super()._init_weights(module)
+        if isinstance(module, OneshotConstant):
+            init.zeros_(module.bias)
+        elif isinstance(module, OneshotEncoderForMaskedLM) and module.mapped:
+            init.zeros_(module.row_means)
 
 
 class OneshotEncoderModel(OneshotEncoderPreTrainedModel):

@@ -138,13 +138,19 @@ def _resized(stock: Any) -> type:
             if stack is not self and config.output_head_ranges is not None:
                 head: Any = self.get_output_embeddings()
                 self.lm_head = OneshotHead(config.output_head_ranges, head.in_features)
+            self.init_weights()  # of what is new
 
         @torch.no_grad()
         def initialize_weights(self) -> None:
             """Make what no file holds, such as the factors that Falcon-H1 makes for its layers.
 
-            For classes that are not its own, transformers leaves that out where a module holds no tensors itself.
+            For classes that are not its own, transformers leaves that out where a module holds no tensors itself. The
+            stock class's stack does not know `OneshotCoordinates` and ranges of the vocabulary.
             """
+            for module in self.modules():
+                is_own = isinstance(module, (OneshotCoordinates, OneshotEmbedding))
+                if is_own and not getattr(module, "_is_hf_initialized", False):
+                    self._init_weights(module)
             super().initialize_weights()
             self._init_weights(self.base_model)
 

@@ -14,7 +14,7 @@ from opened_results import assert_it_writes_and_grows, load
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM
 
-from oneshot.architecture import TableShape
+from oneshot.architecture import StackShape, TableShape
 from oneshot.checkpoint import open_model
 from oneshot.compression.embedding import expanded
 from oneshot.errors import PlanError
@@ -87,6 +87,23 @@ def test_a_result_computes_what_the_stream_passed(
     assert_cache_changes_nothing(result, 6, input_ids=torch.arange(3, 8).unsqueeze(0))
 
 
+def ranked(folder: Path) -> tuple[dict[str, Any], StackShape]:
+    """Return a config with every kind of size that the class of a checkpoint can have, and the sizes."""
+    model = open_model(str(folder), folder)
+    form, shape = ResizedForm(), model.shape
+    whole_heads = shape.num_attention_heads, shape.num_key_value_heads
+    heads = (2, 1) if form.grid(model).heads_differ else whole_heads
+    kinds = [kind for each in model.family.stack_of(0).sublayers for kind in each.mixer.ranked]
+    ranks = dict.fromkeys(kinds, 7) if form.grid(model).has_ranks else {}
+    layers = [LayerPlan(40, *heads, **{f"{kind}_rank": rank for kind, rank in ranks.items()}), LayerPlan(24, *heads)]
+    whole = [LayerPlan(shape.intermediate_size, *whole_heads)] * (shape.num_hidden_layers - 2)
+    rows = [part.stop - part.start for part in vocabulary_ranges(shape.vocab_size)]
+    tables = tuple(TableShape(size, shape.hidden_size - 8 * number) for number, size in enumerate(rows[:4]))
+    tables += tuple(TableShape(size, 8) for size in rows[4:])
+    plan = Plan((*layers, *whole), "kv-group", embedding=tables if form.grid(model).ranks_embedding else ())
+    return form.config(model, plan), form.grid(model).stack(plan)
+
+
 @pytest.mark.parametrize("name", ["granitemoe", "gemma4_text-experts"])
 def test_experts_are_computed_as_in_the_stock_class(
     name: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
@@ -146,21 +163,8 @@ def test_the_class_without_head_opens_it(
 )
 def test_any_plan_has_the_counted_parameters(name: str, make_checkpoint: MakeCheckpoint) -> None:
     folder = make_checkpoint(**RESIZED[name] | {"tied": True})
-    model = open_model(str(folder), folder)
-    form, shape = ResizedForm(), model.shape
-    whole_heads = shape.num_attention_heads, shape.num_key_value_heads
-    heads = (2, 1) if form.grid(model).heads_differ else whole_heads
-    ranked = [kind for each in model.family.stack_of(0).sublayers for kind in each.mixer.ranked]
-    ranks = dict.fromkeys(ranked, 7) if form.grid(model).has_ranks else {}
-    layers = [LayerPlan(40, *heads, **{f"{kind}_rank": rank for kind, rank in ranks.items()}), LayerPlan(24, *heads)]
-    whole = [LayerPlan(shape.intermediate_size, *whole_heads)] * (shape.num_hidden_layers - 2)
-    rows = [part.stop - part.start for part in vocabulary_ranges(shape.vocab_size)]
-    tables = tuple(TableShape(size, shape.hidden_size - 8 * number) for number, size in enumerate(rows[:4]))
-    tables += tuple(TableShape(size, 8) for size in rows[4:])
-    plan = Plan((*layers, *whole), "kv-group", embedding=tables if form.grid(model).ranks_embedding else ())
-    config = form.config(model, plan)
+    config, wanted = ranked(folder)
     stored = {name: one for name, one in empty_tensors(config).items() if name != "lm_head.weight"}
-    wanted = form.grid(model).stack(plan)
     assert stated_shape(config) == wanted
     assert sum(tensor.numel() for tensor in stored.values()) == wanted.stored_parameters()
 
