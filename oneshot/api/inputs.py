@@ -59,8 +59,13 @@ def request(
         Config.of("model", "output", **plain)  # wrong values are told of before anything is written
         calibration = given.get("calibration", "")
         if not isinstance(calibration, str | os.PathLike):
-            limit, seed = given.get("num_sequences", TextOptions().num_sequences), given.get("seed", 0)
-            source, sizes = save_text(calibration, folder, num_sequences=limit, seed=seed)
+            source, sizes = save_text(
+                calibration,
+                folder,
+                num_sequences=given.get("num_sequences", TextOptions().num_sequences),
+                seed=given.get("seed", 0),
+                sequence_length=given.get("sequence_length"),
+            )
             given = sizes | given | {"calibration": source}
             in_memory.append("calibration")
         checkpoint = model

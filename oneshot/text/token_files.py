@@ -44,10 +44,10 @@ def load_token_ids(
 ) -> Text:
     """Return sequences of a file of tokens in a seeded random order, each cut to `sequence_length`.
 
-    Padding is left out (`token_rows`). What is left of rows with padding is joined in the order of the file and cut to
-    `sequence_length`.
+    Padding is left out (`token_rows`). If rows then have several lengths, or are shorter, they are joined in the order
+    of the file and cut to `sequence_length`.
 
-    Raises `CalibrationError` for a file that cannot be read, and for sequences that are shorter.
+    Raises `CalibrationError` for a file that cannot be read, and for one with less than one sequence.
     """
     try:
         with safe_open(source, framework="pt") as file:
@@ -60,13 +60,12 @@ def load_token_ids(
     _check(columns[TOKENS], f"{source} holds")
     rows = text_rows(columns, source, fillings or {})
     lengths = {len(row) for row in rows}
-    is_padded = sum(map(len, rows)) < columns[TOKENS].numel()
-    equal = len(lengths) == 1 and (not is_padded or min(lengths) >= sequence_length)
-    tokens = torch.stack(rows) if equal else joined(rows, sequence_length)
-    if tokens.numel() == 0 or tokens.shape[1] < sequence_length:
+    are_sequences = len(lengths) == 1 and min(lengths) >= sequence_length
+    tokens = torch.stack(rows) if are_sequences else joined(rows, sequence_length)
+    if tokens.numel() == 0:
         raise CalibrationError(
-            f"{source} holds {sum(map(len, rows))} tokens in rows of at most {max(lengths, default=0)}; give "
-            f"rows of {sequence_length} tokens, or a smaller --sequence-length."
+            f"{source} holds {sum(map(len, rows))} tokens, less than one sequence of {sequence_length}; "
+            "give more text or a smaller --sequence-length."
         )
     if int(tokens.min()) < 0:
         raise CalibrationError(f"{source} holds the negative token {int(tokens.min())}; leave out the padding.")

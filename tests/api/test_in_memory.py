@@ -171,6 +171,23 @@ def test_tokens_in_every_container_are_the_same_tokens(
         assert_same(weights("tensor"), weights(name))
 
 
+def test_short_rows_in_every_container_give_all_tokens_asked_for(
+    token_ids: torch.Tensor, make_checkpoint: MakeCheckpoint, tmp_path: Path, weights: Any
+) -> None:
+    """In rows of 4 tokens, where 16 rows have an eighth of what is asked for."""
+    short = token_ids.view(-1, 4)
+    rows = [{"input_ids": row} for row in short.tolist()]
+    loader: DataLoader[Any] = DataLoader(short, batch_size=3)  # type: ignore[arg-type]
+    given = {"sequences": token_ids, "rows": rows, "iterator": iter(rows), "loader": loader, "tensor": short}
+    for name, calibration in (given | {"data set": Dataset.from_list(rows)}).items():
+        result = oneshot.compress(make_checkpoint(), tmp_path / name, calibration=calibration, **SMALL, **SIZES)
+        assert result.report.calibration is not None
+        assert result.report.calibration["num_tokens"] == 16 * 32
+        assert not any("asked for" in warning for warning in result.report.warnings)
+        if name != "data set":  # whose rows have another order
+            assert_same(weights("sequences"), weights(name))
+
+
 def test_tokens_need_no_tokenizer(token_ids: torch.Tensor, tmp_path: Path) -> None:
     result = oneshot.compress(build_model(), tmp_path / "out", calibration=token_ids, **SMALL)
     assert result.load()(token_ids).logits.shape == (16, 32, 400)

@@ -1,8 +1,9 @@
 """Rows of token ids, from files and from memory: only text is read, however the rows are filled up."""
 
 import copy
+import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,89 @@ def test_rows_of_several_lengths_give_sequences_of_the_usual_length(tmp_path: Pa
     for lengths, wanted in (((5, 3), (1, 5)), ((5000, 3000), (7, 1024)), ((3000, 3000), (2, 3000))):
         _, sizes = save_text([[1] * length for length in lengths], tmp_path, num_sequences=9, seed=0)
         assert (sizes["num_sequences"], sizes["sequence_length"]) == wanted
+
+
+@pytest.fixture
+def counted() -> tuple[Callable[[list[int]], Iterator[list[int]]], list[int]]:
+    """Rows without an end whose lengths take turns, and the lengths of those that were asked for."""
+    asked: list[int] = []
+
+    def rows(lengths: list[int]) -> Iterator[list[int]]:
+        for number, length in enumerate(itertools.cycle(lengths)):
+            asked.append(length)
+            yield [10 + number % 300] * length
+
+    return rows, asked
+
+
+class Stream(torch.utils.data.IterableDataset[dict[str, torch.Tensor]]):
+    """Rows for a `DataLoader`."""
+
+    def __init__(self, rows: Iterator[list[int]]) -> None:
+        self._rows = rows
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return ({"input_ids": torch.tensor(row)} for row in self._rows)
+
+
+LAZY: dict[str, Callable[[Iterator[list[int]]], Any]] = {
+    "rows": lambda rows: ({"input_ids": row} for row in rows),
+    "loader": lambda rows: torch.utils.data.DataLoader(Stream(rows), batch_size=1),
+}
+WHOLE: dict[str, Callable[[list[list[int]]], Any]] = {
+    "lists": lambda rows: rows,
+    "rows": lambda rows: [{"input_ids": row} for row in rows],
+    "data set": lambda rows: data_set({"input_ids": rows}),
+    "streamed data set": lambda rows: data_set({"input_ids": rows}).to_iterable_dataset(),
+    "loader": lambda rows: torch.utils.data.DataLoader([{"input_ids": torch.tensor(row)} for row in rows]),  # type: ignore[arg-type]
+}
+LENGTHS = [[3], [7, 8], [2, 9, 5], [8], [30], [30, 1]]
+
+
+@pytest.mark.parametrize("length", [8, None])
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("container", WHOLE)
+def test_rows_of_any_length_give_the_sequences_asked_for(
+    container: str, lengths: list[int], length: int | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And no warning says that the text is too short, because it is not."""
+    rows = [[10] * one for _, one in zip(range(90), itertools.cycle(lengths), strict=False)]
+    source, sizes = save_text(WHOLE[container](rows), tmp_path, num_sequences=6, seed=0, sequence_length=length)
+    wanted = sizes["sequence_length"]
+    assert wanted == (length or max(lengths))
+    found = load_token_ids(source, num_sequences=6, sequence_length=wanted, seed=0)
+    assert found.token_ids.shape == (6, wanted)
+    if container != "lists":  # which are read whole
+        assert sizes["num_sequences"] == 6
+    assert load_token_ids(source, **sizes, seed=0, fillings={}).num_sequences == sizes["num_sequences"]
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("container", LAZY)
+def test_no_more_rows_are_asked_for_than_make_the_sequences(
+    container: str, lengths: list[int], counted: Any, tmp_path: Path
+) -> None:
+    rows, asked = counted
+    save_text(LAZY[container](rows(lengths)), tmp_path, num_sequences=6, seed=0, sequence_length=8)
+
+    def sequences(read: list[int]) -> int:
+        return len(read) if set(read) in ({8}, {30}) else sum(read) // 8
+
+    assert sequences(asked) >= 6 > sequences(asked[:-1])
+
+
+def test_short_rows_of_one_length_are_joined(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As those of several lengths are; only less than a sequence is refused, with what there is."""
+    ids = torch.arange(10, 46).view(9, 4)
+    source, sizes = save_text(ids, tmp_path, num_sequences=99, seed=0, sequence_length=12)
+    assert sizes == {"num_sequences": 3, "sequence_length": 12}
+    found = load_token_ids(source, **sizes, seed=0, fillings={}).token_ids
+    assert sorted(found.tolist()) == ids.view(3, 12).tolist()
+    assert not caplog.records
+    _, sizes = save_text(ids, tmp_path, num_sequences=99, seed=0, sequence_length=37)
+    with pytest.raises(CalibrationError, match="holds 36 tokens, less than one sequence of 37; give more text or"):
+        load_token_ids(source, **sizes, seed=0, fillings={})
 
 
 def test_rows_that_are_full_are_cut_as_they_are(padded: Any, tmp_path: Path) -> None:
