@@ -23,6 +23,9 @@ HELP = {  # of the shell, and Python's own
     "see --help and --help-methods": "see help(oneshot.compress) and oneshot.RECIPES",
     "with a key of --help-methods": "with a field of oneshot.Method",
 }
+COPYING = re.compile(
+    r"(the given model\b.*); copy the model's (tokenizer )?files (?:there|again)", re.IGNORECASE | re.DOTALL
+)
 SETTING = re.compile(r"--set ([a-z_]+)=((?:[\w.-]*\w)?)")
 COMMAND = re.compile(r"oneshot (compress|evaluate) ('[^']*'|[^\s-]\S*)((?: --[a-z-]+ [\w.:-]*\w)+)")
 FLAG = re.compile(r"--([a-z]+(?:-[a-z]+)*)((?: +(?:-?\d[\w.]*\w|-?\d|[a-z][\w:-]*\w))?)")
@@ -72,12 +75,21 @@ def in_words_of_python(text: str, scratch: Path | None = None) -> str:
         place = re.escape(str(scratch))
         text = re.sub(rf"{place}/\S*?({TEXT_FILE}|{TOKEN_FILE})", "The given text", text)
         text = re.sub(r"(?<!^)(?<!\. )The given text", "the given text", text)
-        text = re.sub(rf"{place}/[^\s;,:)]*[^\s;,:).]", "the given model", text)
+        text = re.sub(rf"(^|\. )?{place}/[^\s;,:)]*[^\s;,:).]", _given_model, text)
+        text = COPYING.sub(_tokenizer, text)  # the folder of a model in memory is not the caller's
     for shell, own in HELP.items():
         text = text.replace(shell, own)
     text = SETTING.sub(_setting, text)
     text = COMMAND.sub(_call, text).replace("--set ", "")
     return FLAG.sub(_flag, text)
+
+
+def _given_model(found: re.Match[str]) -> str:
+    return "the given model" if found[1] is None else f"{found[1]}The given model"
+
+
+def _tokenizer(found: re.Match[str]) -> str:
+    return f"{found[1]}; give {'one' if found[2] else 'another'} as the argument tokenizer"
 
 
 def _setting(found: re.Match[str]) -> str:

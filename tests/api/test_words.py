@@ -2,6 +2,7 @@
 
 import logging
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,13 @@ SENTENCES = {
     f"{SCRATCH}/given-text.jsonl is short.": "The given text is short.",
     f"It reads {SCRATCH}/given-tokens.safetensors.": "It reads the given text.",
     f"The folder {SCRATCH}/LlamaForCausalLM lacks it.": "The folder the given model lacks it.",
+    f"{SCRATCH}/Llama lacks it. {SCRATCH}/model/Llama also.": "The given model lacks it. The given model also.",
+    f"{SCRATCH}/Llama does not hold a tokenizer; copy the model's tokenizer files there.": "The given model does not "
+    "hold a tokenizer; give one as the argument tokenizer.",
+    f"The tokenizer in {SCRATCH}/Llama cannot be read (a; b); copy the model's files again.": "The tokenizer in the "
+    "given model cannot be read (a; b); give another as the argument tokenizer.",
+    "/models/Llama does not hold a tokenizer; copy the model's tokenizer files there.": "/models/Llama does not hold "
+    "a tokenizer; copy the model's tokenizer files there.",
 }
 WRONG: dict[str, dict[str, Any]] = {
     "few rows": {"calibration": torch.ones(4, 8).long(), "sequence_length": 16},
@@ -113,6 +121,23 @@ def test_a_question_is_asked_at_the_end(make_checkpoint: MakeCheckpoint, text_fi
         with pytest.raises(OneshotError, match=r"^prompt is .*; give a question, or leave it out"):
             oneshot.compress(make_checkpoint(), tmp_path / "no", calibration=text, prompt=prompt, **options)
     assert not (tmp_path / "no").exists()
+
+
+def test_a_model_in_memory_without_a_tokenizer_is_refused_with_the_argument(tmp_path: Path) -> None:
+    """In every call that takes one, also of a model from a folder without a tokenizer."""
+    stored = build_model(layers=1)
+    stored.save_pretrained(tmp_path / "bare")
+    loaded = type(stored).from_pretrained(tmp_path / "bare")
+    options: dict[str, Any] = {"calibration": "builtin", "device": "cpu", "progress": False}
+    for model in (stored, loaded):
+        calls: list[Callable[[], Any]] = [
+            lambda model=model: oneshot.compress(model, tmp_path / "out", sparsity=0.1, **options),
+            lambda model=model: oneshot.profile(model, tmp_path / "out", **options),
+            lambda model=model: oneshot.evaluate(model, "builtin"),
+        ]
+        for call in calls:
+            with pytest.raises(CalibrationError, match=r"^The given model does not hold a tokenizer; give one as the"):
+                call()
 
 
 def test_a_model_in_memory_has_no_temporary_name(tmp_path: Path) -> None:

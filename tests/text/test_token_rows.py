@@ -256,7 +256,7 @@ def test_no_more_rows_are_asked_for_than_make_the_sequences(
 
 
 def test_short_rows_of_one_length_are_joined(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """As those of several lengths are; only less than a sequence is refused, with what there is."""
+    """As rows of several lengths are; only less than a sequence is refused, with what there is."""
     ids = torch.arange(10, 46).view(9, 4)
     source, sizes = save_text(ids, tmp_path, num_sequences=99, seed=0, sequence_length=12)
     assert sizes == {"num_sequences": 3, "sequence_length": 12}
