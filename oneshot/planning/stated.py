@@ -48,7 +48,7 @@ def stated_plan(grid: Grid, method: Method, target: Target) -> Plan:
     _check_inner_sizes(grid, method, target)
     plan = dense_plan(grid.shape, method, target.query_key_size, target.value_size)
     if target.intermediate_size is not None:
-        _check_width(grid.shape, method, target.intermediate_size)
+        _check_width(grid.shape, target.intermediate_size)
         plan = plan.with_width(target.intermediate_size)
     if target.num_experts is not None:
         _check_experts(grid, method, target.num_experts)
@@ -56,9 +56,7 @@ def stated_plan(grid: Grid, method: Method, target: Target) -> Plan:
     return plan
 
 
-def _check_width(shape: ModelShape, method: Method, width: int) -> None:
-    if not method.reduces_ffn:
-        raise ConfigError(f"--set intermediate_size={width} needs a selector of neurons; add --set ffn=id.")
+def _check_width(shape: ModelShape, width: int) -> None:
     if width > shape.intermediate_size:
         raise PlanError(
             f"--set intermediate_size={width} is above the model's {shape.intermediate_size}; give at most that."

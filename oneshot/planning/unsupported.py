@@ -115,6 +115,11 @@ def _against_sizes(grid: "Grid", method: Method, target: Target) -> list[Oneshot
                     f"--set num_experts={target.num_experts} needs a selector of experts; add --set experts=effects."
                 )
             )
+    if (target.intermediate_size is not None or target.inner_rate) and not method.reduces_ffn:
+        width = (
+            f"inner_rate={target.inner_rate}" if target.inner_rate else f"intermediate_size={target.intermediate_size}"
+        )
+        found.append(ConfigError(f"--set {width} needs a selector of neurons; add --set ffn=id."))
     inner = {"value_size": target.value_size, "query_key_size": target.query_key_size}
     stated = {size: f"{size}={value}" for size, value in inner.items() if value is not None}
     if target.inner_rate:

@@ -91,6 +91,25 @@ def test_contradictory_rates_are_refused(options: dict[str, Any], sentence: str)
         Target(**options)
 
 
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"recipe": "tcsp", "hidden_rate": 0.25, "inner_rate": 0.25}, "--set inner_rate=0.25 needs a selector of neu"),
+        ({"recipe": "tcsp", "hidden_rate": 0.25, "intermediate_size": 40}, "--set intermediate_size=40 needs a selec"),
+        ({"hidden_rate": 0.25}, "--set hidden_rate= needs a method"),
+        ({"inner_rate": 0.25, "form": "stock"}, "--set inner_rate=0.25 needs --form per-layer"),
+    ],
+)
+def test_a_refusal_names_the_rate_that_was_given(
+    options: dict[str, Any], named: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+) -> None:
+    """And not the size that it stands for."""
+    with pytest.raises((ConfigError, PlanError), match=named) as refused:
+        compress(make_config(make_checkpoint(), **{"sparsity": None, "form": "auto", **options}))
+    given = [name for name in vars(Target(sparsity=0.0)) if f"{name}=" in str(refused.value)]
+    assert [name for name in given if name not in options] == []
+
+
 def test_an_ffn_width_is_kept_to(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
     checkpoint = make_checkpoint()
     report = compress(make_config(checkpoint, sparsity=None, intermediate_size=40))
