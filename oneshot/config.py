@@ -290,6 +290,14 @@ class Config:
         """Return whether tensors of the result get quantised types of their own."""
         return self.bits is not None or self.target.gguf_bytes is not None
 
+    @property
+    def given_settings(self) -> dict[str, Any]:
+        """Return the fields of the method that are neither the recipe's nor usual, so that somebody has given them."""
+        plain = find_recipe(self.recipe)
+        found = {field.name: getattr(self.method, field.name) for field in fields(self.method)}
+        usual = {field.name: field.default for field in fields(self.method)}
+        return {name: value for name, value in found.items() if value not in (getattr(plain, name), usual[name])}
+
     @staticmethod
     def of(
         checkpoint: str | Path, output: str | os.PathLike[str] | None = None, *, recipe: str = "oneshot", **options: Any

@@ -33,7 +33,7 @@ from oneshot.job import (
     write_result,
 )
 from oneshot.json_text import json_text
-from oneshot.planning import Profile, mixture_verdict
+from oneshot.planning import Profile, mixture_verdict, refuse_idle
 from oneshot.profiling import (
     IMPORTANCE_TOKENS,
     RANKING,
@@ -178,6 +178,7 @@ def predict(config: Config) -> Footprint:
         target = config.target
         if target.budget == "latency":
             target = replace(target, budget="flops")
+        refuse_idle(run.grid, run.method, target, config.given_settings)
         job = Job(config, run, target=target, dry=True)
         if target.max_loss is not None or target.finds_share:
             logger.warning(

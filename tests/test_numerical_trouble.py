@@ -93,7 +93,8 @@ METHODS: list[dict[str, Any]] = [
     ),
     *({"ffn": "id", "heads": "obs", "correction": correction} for correction in get_args(Correction)),
     *(
-        {"ffn": "id", "correction": "same-layer", "pivoting": pivoting, "sketch": sketch, "pivot_group_size": 16}
+        {"ffn": "id", "correction": "same-layer", "pivoting": pivoting, "sketch": sketch}
+        | ({"pivot_group_size": 16} if pivoting in ("grouped", "tournament") else {})
         for pivoting in get_args(Pivoting)
         for sketch in get_args(Sketch)
         if not (pivoting == "qr" and sketch == "none")

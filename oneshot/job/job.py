@@ -30,6 +30,7 @@ from oneshot.planning import (
     make_plan,
     profiled_damages,
     quantiser_groups,
+    refuse_idle,
     removed_neurons,
     with_share,
     with_steps,
@@ -346,7 +347,12 @@ class Job:
 
 
 def plan_jobs(configs: Sequence[Config], run: Run) -> list[Job]:
-    """Plan a job for every config, and tell the tracker of the run their stages; what they share comes once."""
+    """Plan a job for every config, and tell the tracker of the run their stages; what they share comes once.
+
+    Raises as `Job`, and `ConfigError` for settings that cannot act.
+    """
+    for config in configs:
+        refuse_idle(run.grid, run.method, config.target, config.given_settings)
     jobs = [Job(config, run) for config in configs]
     of_jobs = [stages_of(run, job.config, job.schedule, job.plan, job.footprint) for job in jobs]
     shared = {name: stages[name] for name in SHARED_STAGES for stages in of_jobs if name in stages}

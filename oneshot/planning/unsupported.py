@@ -1,10 +1,12 @@
 """What a form or a family cannot have of what a run asks for: all of it at once, each with the remedy."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from oneshot.architecture import Feature
 from oneshot.config import Target
-from oneshot.errors import ConfigError, OneshotError, PlanError
+from oneshot.errors import ConfigError, OneshotError, PlanError, together
+from oneshot.fields import display
 from oneshot.method import Method
 from oneshot.selection import find_selector, needs_of
 
@@ -84,6 +86,43 @@ def errors_against_profile(grid: "Grid", method: Method) -> list[OneshotError]:
             )
         )
     return found
+
+
+def refuse_idle(grid: "Grid", method: Method, target: Target, given: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for settings that cannot act, because what they belong to is not asked for.
+
+    `given`: the settings of the method that somebody has chosen. A recipe may state others, because it is for all
+    models and sizes.
+    """
+    is_mixture = grid.shape.experts is not None
+    of_mixtures = f"is for mixtures of experts, which {grid.family.model_type} is not"
+    smaller_values = bool(target.value_size or target.inner_rate) or method.plans_inner_sizes
+    of_values = "needs smaller values (--set value_size=, inner_rate= or inner_sizes=sensitivity)"
+    of_hidden = "needs a method for the hidden size (--set hidden=pca)"
+    acting: dict[str, tuple[bool, str]] = {
+        "sketch_size": (method.sketch != "none", "needs a sketch (--set sketch=count or sparse-sign)"),
+        "pivot_group_size": (
+            method.pivoting in ("grouped", "tournament"),
+            "needs pivots of groups (--set pivoting=grouped or tournament)",
+        ),
+        "group_size": (method.slices, of_hidden),
+        "token_weighting": (method.slices, of_hidden),
+        "shared_weight": (
+            method.slices and method.group_size > 0,
+            "needs groups of sublayers (--set hidden=pca and group_size=)",
+        ),
+        "value_features": (smaller_values, of_values),
+        "value_weights": (smaller_values, of_values),
+        "expert_damping": (is_mixture, of_mixtures),
+        "expert_residual_weight": (is_mixture, of_mixtures),
+    }
+    errors = [
+        ConfigError(f"{display(name, given[name])} {reason}; leave it out.")
+        for name, (acts, reason) in acting.items()
+        if name in given and not acts
+    ]
+    if errors:
+        raise together(errors)
 
 
 def reason_against_own_sizes(grid: "Grid") -> str | None:
