@@ -97,19 +97,16 @@ def refuse_idle(grid: "Grid", method: Method, target: Target, given: Mapping[str
     is_mixture = grid.shape.experts is not None
     of_mixtures = f"is for mixtures of experts, which {grid.family.model_type} is not"
     smaller_values = bool(target.value_size or target.inner_rate) or method.plans_inner_sizes
-    of_values = "needs smaller values (--set value_size=, inner_rate= or inner_sizes=sensitivity)"
-    of_hidden = "needs a method for the hidden size (--set hidden=pca)"
+    of_values = "needs smaller values in the heads (value_size, inner_rate or inner_sizes)"
+    of_hidden = "needs a smaller hidden size (hidden)"
     acting: dict[str, tuple[bool, str]] = {
-        "sketch_size": (method.sketch != "none", "needs a sketch (--set sketch=count or sparse-sign)"),
-        "pivot_group_size": (
-            method.pivoting in ("grouped", "tournament"),
-            "needs pivots of groups (--set pivoting=grouped or tournament)",
-        ),
+        "sketch_size": (method.sketch != "none", "needs pivots of a sketch (sketch)"),
+        "pivot_group_size": (method.pivoting in ("grouped", "tournament"), "needs pivots of groups (pivoting)"),
         "group_size": (method.slices, of_hidden),
         "token_weighting": (method.slices, of_hidden),
         "shared_weight": (
             method.slices and method.group_size > 0,
-            "needs groups of sublayers (--set hidden=pca and group_size=)",
+            "needs hidden sizes of groups of sublayers (hidden and group_size)",
         ),
         "value_features": (smaller_values, of_values),
         "value_weights": (smaller_values, of_values),

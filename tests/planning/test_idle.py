@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from advice import mentions
 from factories import MakeCheckpoint, MakeConfig
 from families.cases import CASES
 
@@ -40,12 +41,16 @@ def test_a_setting_acts_or_is_refused(
     make_checkpoint: MakeCheckpoint,
     make_config: MakeConfig,
 ) -> None:
-    """Before any work, in a run and in its prediction; and leaving it out helps."""
+    """Before any work, in a run and in its prediction; and leaving it out helps.
+
+    The keys that make it act are named, but not as advice, because another refusal may have advised against them.
+    """
     dense = make_checkpoint()
     config = make_config(dense, **{name: value})
     for refused in (predict, compress):
-        with pytest.raises(ConfigError, match=rf"^--set {name}={value} (needs|is for) .*; leave it out\.$"):
+        with pytest.raises(ConfigError, match=rf"^--set {name}={value} (needs|is for) .*; leave it out\.$") as told:
             refused(config)
+        assert [flag for flag, _ in mentions(str(told.value))] == [f"--set {name}"]
     assert not Path(config.output).exists()
     predict(make_config(dense))
     checkpoint = make_checkpoint(**CASES[family].options) if family else dense
