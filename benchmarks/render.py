@@ -41,6 +41,7 @@ from tables.pareto import (
 from tables.prose import (
     coder_kinds,
     faster_7b,
+    forms_at_fifth,
     headline,
     laid_out_decoding,
     languages,
@@ -130,6 +131,7 @@ TABLES = {
 # numbers inside sentences
 VALUES = {
     "headline": headline,
+    "forms_at_fifth": forms_at_fifth,
     "num_families": num_families,
     "own_types": own_types,
     "own_types_lost": own_types_lost,

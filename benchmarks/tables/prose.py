@@ -5,6 +5,7 @@ from harness import Row, latest, read_rows
 from oneshot.families import FAMILIES
 from tables.gpu_measured import rows_of
 from tables.gpu_quality import accuracy, default_row
+from tables.other_tools import default_curves
 from tables.runs import passes, peers_runs
 from tables.speed import newest_rows
 
@@ -17,6 +18,13 @@ def headline() -> str:
     measured = accuracy(name, 0.2)
     tasks = f", accuracy {measured[0]:.1%} → {measured[1]:.1%} in five tasks" if measured else ""
     return f"perplexity × {default_row(name, 0.2)['score']:.2f} on five kinds of text{tasks}"
+
+
+def forms_at_fifth() -> str:
+    """Return what SmolLM2 loses in both forms at −20 %."""
+    curves = {form: {row["asked"]: row["score"] for row in rows} for form, rows in default_curves().items()}
+    per_layer, stock = (curves[form][0.2] for form in ("per-layer", "stock"))
+    return f"{per_layer:.2f} times the dense model's in the per-layer form, and {stock:.2f} times in the stock form"
 
 
 def num_families() -> str:
