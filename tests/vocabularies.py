@@ -13,11 +13,13 @@ NUMBERS: dict[str, tuple[str, ...]] = {
     "hidden_size": ("16", "28"),
     "inner_rate": ("0.1", "0.25"),
     "intermediate_size": ("16", "40"),
+    "loss_scale": ("1.5",),
     "num_experts": ("2", "3"),
     "pivot_group_size": ("16",),
     "query_key_size": ("4", "6"),
     "residual_weight": ("0", "1"),
     "shared_weight": ("0.5",),
+    "size_bytes": ("100000",),
     "sketch_size": ("96",),
     "value_size": ("4", "6"),
 }
