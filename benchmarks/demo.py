@@ -76,14 +76,15 @@ def elsewhere() -> str:
     from tables.other_tools import other_curves
     from tables.pareto import pareto_rows
 
-    ours = default_row("SmolLM2-135M", 0.1)["score"]
+    ours = default_row("SmolLM2-135M", 0.1)
+    megabytes = 2 * ours["stored_parameters"] / 1e6  # as bfloat16
     others = {tool: scores[0.1] for tool, scores in other_curves().items()}
     own = others.pop("oneshot")
     best = min(others, key=others.__getitem__)
     small = next(row for row in pareto_rows() if (row["series"], row["type"]) == ("dense", "Q4_K_M"))
     return "\n".join(
         [
-            f"oneshot, per-layer         perplexity × {ours:.2f}",
+            f"oneshot, per-layer         perplexity × {ours['score']:.2f} at {megabytes:.0f} MB",
             f"in favour: on two texts oneshot has × {own:.2f}, and the best other tool, {best}, × {others[best]:.2f}",
             f"not in favour: quantised to Q4_K_M it has × {small['score']:.2f} at {small['file_bytes'] / 1e6:.0f} MB,",
             "               so give --form gguf --max-file-size where the size of the file counts (docs/llama-cpp.md)",

@@ -291,6 +291,16 @@ class Config:
         return self.bits is not None or self.target.gguf_bytes is not None
 
     @property
+    def gguf_options(self) -> list[str]:
+        """Return the options given that GGUF files alone have."""
+        found = {
+            "--bits": self.bits is not None,
+            "--max-file-size": self.target.gguf_bytes is not None,
+            "--save-dtype q8_0": self.save_dtype == "q8_0",
+        }
+        return [option for option, is_given in found.items() if is_given]
+
+    @property
     def given_settings(self) -> dict[str, Any]:
         """Return the fields of the method that are neither the recipe's nor usual, so that somebody has given them."""
         plain = find_recipe(self.recipe)

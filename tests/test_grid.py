@@ -34,6 +34,8 @@ MENDED: list[tuple[str, Options]] = [
     ("llama-one-kv-head", {"--form": "per-layer", "--round-to": "64"}),
     ("gemma", {"--form": "per-layer", "--round-to": "64"}),
     ("qwen3_moe", {"--form": "per-layer", "--set layer_allocation": "auto"}),
+    ("ernie4_5", {"--form": "gguf", "--save-dtype": "q8_0"}),
+    ("phi", {"--form": "gguf", "--bits": "4"}),
 ]
 
 

@@ -31,5 +31,5 @@ from oneshot.planning.problem import Problem
 from oneshot.planning.serving import GROUPS_OF, with_groups
 from oneshot.planning.sizes import least_share, make_plan, parameter_budget, reduced
 from oneshot.planning.stated import with_steps
-from oneshot.planning.unsupported import reason_against_own_sizes, refuse_idle
+from oneshot.planning.unsupported import errors_against, reason_against_own_sizes, refuse_idle
 from oneshot.planning.vocabulary import smaller_tables, vocabulary_ranges

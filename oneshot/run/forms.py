@@ -5,11 +5,11 @@ from pathlib import Path
 
 from oneshot.checkpoint import Model
 from oneshot.config import Config, Target
-from oneshot.errors import ConfigError, PlanError
+from oneshot.errors import ConfigError, PlanError, together
 from oneshot.export import Form, form_of
 from oneshot.export.served import FORMS_OPENED, reason_against_form
 from oneshot.method import AUTO, Method
-from oneshot.planning import Grid, find_kept, reason_against_own_sizes
+from oneshot.planning import Grid, errors_against, find_kept, reason_against_own_sizes
 from oneshot.profiling import profile_origin
 from oneshot.recipes import RECIPES
 
@@ -43,6 +43,9 @@ def settled_method(config: Config, grid: Grid) -> Method:
         made = profile_origin(Path(config.profile).expanduser()).curvature
         may_weigh = grid.has_curvature and method.may_weigh_output
         method = replace(method, curvature="fisher" if made == "fisher" and may_weigh else "none")
+    if grid.refusal is not None and config.gguf_options:  # the form that is advised has none of these
+        of_gguf = [ConfigError(f"{option} is of GGUF files alone; leave it out.") for option in config.gguf_options]
+        raise together([*errors_against(grid, method, config.target), *of_gguf])
     return grid.settle(method, config.target)
 
 
