@@ -67,6 +67,7 @@ def test_the_demo_ends_with_rows_and_with_options_and_pages_that_exist(monkeypat
     scores = [[float(score) for score in re.findall(r"× ([0-9.]+)", line)] for line in (ours, favour, against)]
     assert [len(found) for found in scores] == [1, 2, 1]
     assert 1 < scores[1][0] < scores[1][1]  # the best other tool
+    assert scores[2][0] > 1
     of_ours, of_small = (float(re.findall(r"([0-9]+) MB", line)[0]) for line in (ours, against))
     assert 0 < of_small < of_ours / 2
     parser = compress_parser()

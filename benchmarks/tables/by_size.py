@@ -35,8 +35,8 @@ def by_size_table() -> str:
     return markdown(
         ["form", "removed", SMALL, LARGE, "exponent", *(f"{name}, predicted" for name in PREDICTED)],
         lines,
-        "Score: perplexity ÷ dense, geometric mean over five kinds of text; all rows are of code of 24 to 27 November, "
-        "which lost more than today's. The logarithm of the score falls as "
+        "Score: perplexity ÷ dense, geometric mean over five kinds of text; all rows are of older code. "
+        "The logarithm of the score falls as "
         "parameters to the power of −exponent. **Predicted from two models alone, of different makers and with equal "
         "tokens of calibration (131,072), so with fewer for each neuron of the larger one**: how far off such a line "
         f"can be is seen on Gemma 3 270M, per-layer −20 %, where it says {gemma[0]:.2f} and {gemma[1]:.2f} was "

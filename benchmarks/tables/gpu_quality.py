@@ -49,12 +49,13 @@ def by_model_table() -> str:
                 _accuracy_cell(model, 0.2),
             ]
         )
-    older = f" {' and '.join(of_cards)}: on a GPU with older code, which lost more." if of_cards else ""
+    seeds = " or ".join(str(number) for number in sorted({len(row.get("scores", [row])) for row in rows}))
+    older = f" {' and '.join(of_cards)}: on a GPU, with older code." if of_cards else ""
     return markdown(
         ["model", "tokens", "−10 %", "−20 %", "−30 %", "Python code, −20 %", "accuracy, −20 %"],
         lines,
         "Perplexity ÷ the dense model's, geometric mean over five kinds of text that are not the calibration's; mean ± "
-        "standard deviation over 2 or 3 seeds, or one seed. Tokens: of calibration. Accuracy: mean over arc_easy, "
+        f"standard deviation over {seeds} seeds. Tokens: of calibration. Accuracy: mean over arc_easy, "
         f"boolq, lambada_openai, piqa and winogrande ({DOCUMENTS} documents of each), dense → compressed, one seed. "
         f"The sizes are shares of the stored parameters, the embedding included.{older}",
     )
@@ -65,13 +66,9 @@ def _default_rows() -> list[Row]:
 
     A card's rows have older code, so they count only for models that no CPU has compressed.
     """
-    found = dict[str, list[Row]]()
-    for row in [*filter(_is_of_card, rows_at_equal_tokens()), *_rows_of_cpus()]:
-        own = found.setdefault(row["model"], [])
-        if own and _source(own[-1]) != _source(row):
-            own.clear()
-        own.append(row)
-    return [row for own in found.values() for row in own]
+    rows = [*filter(_is_of_card, rows_at_equal_tokens()), *_rows_of_cpus()]
+    newest = {row["model"]: _source(row) for row in rows}
+    return [row for model in newest for row in rows if (row["model"], _source(row)) == (model, newest[model])]
 
 
 def _source(row: Row) -> tuple[bool, int]:

@@ -59,7 +59,7 @@ def summary_table() -> str:
         f"{', '.join(KINDS.values())}; ± is the standard deviation over seeds ({seeds}). The two texts are WikiText-2 "
         "and an English text of another kind. All calibrate on `general.jsonl`; “with own text”: half of the tokens "
         "are written by the model (`general.jsonl+self`). The lines of five texts are of a CPU, 4 windows "
-        "of each text; the second is of older code, which lost more. The rows of other tools are single "
+        "of each text; the second is of older code. The rows of other tools are single "
         "runs of their own code, "
         "patched for this model; the best three are shown. The row of `oneshot` on two texts is one run on an "
         "H100, without output curvature.",

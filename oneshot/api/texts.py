@@ -64,7 +64,7 @@ def save_text(
             `datasets.Dataset`; token ids as an integer tensor or array `(sequences, length)`, or as lists; a dictionary
             or rows with `input_ids`, and an `attention_mask` if they are padded; or a `DataLoader` whose batches hold
             such tokens, or strings.
-        num_sequences: of a `DataLoader` and of rows, tokens are read until they make so many sequences, and no more.
+        num_sequences: sequences after which no more tokens of a `DataLoader` or of rows are read.
         seed: seed of the order in which rows of a data set are taken.
         sequence_length: tokens of each sequence; None: as `Wanted` has it.
 

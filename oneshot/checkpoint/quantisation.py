@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from oneshot.checkpoint.compressed_tensors import SCALE
+from oneshot.checkpoint.compressed_tensors import KIND, SCALE
 from oneshot.config import QuantiseName
 from oneshot.errors import OutputError, PlanError
 from oneshot.tensors import Tensors
@@ -164,7 +164,7 @@ class Quantisation:
             quantization_status=QuantizationStatus.COMPRESSED,
         )
         return {
-            "quant_method": "compressed-tensors",
+            "quant_method": KIND,
             "version": compressed_tensors.__version__,
             **stated.model_dump(mode="json", exclude={"quant_method"}),
         }

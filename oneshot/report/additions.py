@@ -13,7 +13,7 @@ from oneshot.report.page import report_page
 from oneshot.report.records import Check, Report
 from oneshot.report.sharing import shared_name
 from oneshot.report.side_by_side import Comparison
-from oneshot.report.words import by_kind, far_kind
+from oneshot.report.words import by_kind
 
 FIRST, LAST = "<!-- evaluations -->", "<!-- end of the evaluations -->"  # of the card's part
 
@@ -41,7 +41,7 @@ def add_check(folder: Path, report: Report, check: Check) -> Report:
             return replace(report, check=Check(skipped=f"There is no check, because another run replaced {folder}."))
         report = replace(report, evaluations=stored_evaluations(folder))  # of a command beside the check
         _write(folder, report)
-        _add_quality(folder / CARD_NAME, check, report.unmet_limit)
+        _add_quality(folder / CARD_NAME, check, report.check_warnings)
     return report
 
 
@@ -117,8 +117,8 @@ def _write(folder: Path, report: Report) -> None:
             write_whole(folder / name, text)
 
 
-def _add_quality(path: Path, check: Check, unmet: str | None) -> None:
-    """Put a measured quality into a card, and the sentence on a limit; a card without the place for it stays."""
+def _add_quality(path: Path, check: Check, warnings: list[str]) -> None:
+    """Put a measured quality into a card, and the warnings of its check; a card without the place for it stays."""
     sentences = []
     if check.perplexity is not None:
         dense, compressed = check.perplexity["dense"], check.perplexity["compressed"]
@@ -130,9 +130,7 @@ def _add_quality(path: Path, check: Check, unmet: str | None) -> None:
         sentences.append(
             f"By kind of text, perplexity ÷ the original's on a few hundred tokens of each: {by_kind(check.ratios)}."
         )
-        far = far_kind(check.ratios)
-        sentences += [] if far is None else [far]
-    sentences += [] if unmet is None else [unmet]
+    sentences += warnings
     if sentences and path.is_file():
         line = " ".join(sentences)
         write_whole(path, path.read_text(encoding="utf-8").replace(QUALITY, line, 1))

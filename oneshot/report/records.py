@@ -228,9 +228,13 @@ class Report:
     def all_warnings(self) -> list[str]:
         """Return the warnings of the run, of its layers and of its check, each once."""
         of_layers = (one for layer in self.layers for one in layer.warnings)
+        return list(dict.fromkeys([*self.warnings, *of_layers, *self.check_warnings]))
+
+    @property
+    def check_warnings(self) -> list[str]:
+        """Return the warnings of the check: a kind of text that loses far more than others, and a limit not met."""
         far = None if self.check is None or not self.check.kinds else far_kind(self.check.ratios)
-        of_check = [one for one in (far, self.unmet_limit) if one is not None]
-        return list(dict.fromkeys([*self.warnings, *of_layers, *of_check]))
+        return [one for one in (far, self.unmet_limit) if one is not None]
 
     @property
     def unmet_limit(self) -> str | None:

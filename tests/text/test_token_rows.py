@@ -187,7 +187,7 @@ def test_rows_of_several_lengths_give_sequences_of_the_usual_length(tmp_path: Pa
 
 @pytest.fixture
 def counted() -> tuple[Callable[[list[int]], Iterator[list[int]]], list[int]]:
-    """Rows without an end whose lengths take turns, and the lengths of those that were asked for."""
+    """Rows without an end whose lengths take turns, and the lengths of the rows that were asked for."""
     asked: list[int] = []
 
     def rows(lengths: list[int]) -> Iterator[list[int]]:
