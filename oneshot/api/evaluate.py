@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from oneshot.api.models import save_model
-from oneshot.api.texts import save_text
+from oneshot.api.texts import listed_sources, save_text
 from oneshot.api.words import python_words
 from oneshot.errors import CalibrationError
 from oneshot.evaluation import Evaluation, Evaluations
 from oneshot.evaluation import evaluate as evaluate_checkpoints
 from oneshot.machine import usual_settings
 from oneshot.machine.scratch import scratch_folder
-from oneshot.text import SHORT_NAMES
 
 
 def evaluate(model: Any, text: Any = (), *, baseline: Any = None, tokenizer: Any = None, **options: Any) -> Evaluations:
@@ -28,7 +27,7 @@ def evaluate(model: Any, text: Any = (), *, baseline: Any = None, tokenizer: Any
         options: keywords of `evaluation.evaluate`, such as `sequence_length`, `max_windows`, `tasks`, `decode_tokens`.
 
     Returns the numbers of the model, then the baseline's; text in memory is called `given-text.jsonl` there. A list of
-    strings counts as sources if each is a file or the short name of a data set.
+    strings counts as sources if each names a file or is the short name of a data set.
     """
     with usual_settings(), scratch_folder() as scratch, python_words(scratch):
 
@@ -65,18 +64,10 @@ def _sources(text: Any, scratch: Path) -> list[str]:
     """Return the names of sources; text in memory is written to a file."""
     if isinstance(text, str | os.PathLike):
         return [os.fspath(text)]
-    if isinstance(text, list | tuple) and all(
-        isinstance(item, os.PathLike) or (isinstance(item, str) and _is_source(item)) for item in text
-    ):
-        return [os.fspath(item) for item in text]
+    sources = [] if isinstance(text, list | tuple) and not text else listed_sources(text)
+    if sources is not None:
+        return sources
     source, sizes = save_text(text, scratch, num_sequences=1, seed=0)
     if sizes:
         raise CalibrationError("Token ids are for calibration; give evaluate the texts.")
     return [source]
-
-
-def _is_source(name: str) -> bool:
-    try:
-        return name in SHORT_NAMES or Path(name).is_file()
-    except OSError:  # longer than a name may be
-        return False

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from oneshot.api.models import save_model
-from oneshot.api.texts import save_text
+from oneshot.api.texts import joined, listed_sources, save_text
 from oneshot.api.words import in_words_of_python, python_words
 from oneshot.config import Config, MachineOptions, TextOptions, default_output, own_name
 from oneshot.errors import ConfigError
@@ -40,7 +40,7 @@ def request(
         output: None for a folder in the working folder that is named after the model, with `ending` if that is given;
             `several`: of several sparsities.
         options: as `Config.of` takes them; those that are None count as not given. `calibration`: as
-            `texts.save_text` takes it.
+            `texts.save_text` takes it, or a list of files.
 
     Raises a subclass of `OneshotError` for everything that cannot be used.
     """
@@ -58,6 +58,10 @@ def request(
         plain = {name: value for name, value in given.items() if name != "calibration"}
         Config.of("model", "output", **plain)  # wrong values are told of before anything is written
         calibration = given.get("calibration", "")
+        sources = listed_sources(calibration)
+        if sources is not None:
+            calibration = joined(sources)
+            given |= {"calibration": calibration}
         if not isinstance(calibration, str | os.PathLike):
             source, sizes = save_text(
                 calibration,

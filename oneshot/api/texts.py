@@ -3,6 +3,7 @@
 import inspect
 import itertools
 import json
+import os
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
@@ -17,12 +18,15 @@ from oneshot.errors import CalibrationError
 from oneshot.text import (
     LABELS,
     MASK,
+    SHORT_NAMES,
     TOKENS,
     OddRecords,
     is_turn,
+    names_file,
     present_row,
     save_token_ids,
     save_token_rows,
+    split_sources,
     text_tokens,
 )
 
@@ -52,6 +56,25 @@ class Wanted:
         """Return the sequences that so many rows with so many tokens together make."""
         length = self.length(shortest, longest)
         return num_rows if shortest == longest >= length else num_tokens // length
+
+
+def listed_sources(text: Any) -> list[str] | None:
+    """Return the names in a list of paths, of names of files and of short names of data sets; None for other text."""
+    is_list = isinstance(text, list | tuple) and len(text) > 0
+    return [os.fspath(item) for item in text] if is_list and all(map(_is_source, text)) else None
+
+
+def _is_source(item: Any) -> bool:
+    return isinstance(item, os.PathLike) or (isinstance(item, str) and (item in SHORT_NAMES or names_file(item)))
+
+
+def joined(sources: Sequence[str]) -> str:
+    """Return sources as one name. Raises `CalibrationError` if a plus sign in a name would divide it."""
+    name = "+".join(sources)
+    if split_sources(name) != [*sources]:
+        odd = next(source for source in sources if "+" in source)
+        raise CalibrationError(f"{odd} has a plus sign in its name, which joins sources; rename it.")
+    return name
 
 
 def save_text(
@@ -118,6 +141,8 @@ def _given_rows(items: Iterable[Any]) -> Iterator[dict[str, Any]]:
 
 def _row(item: Any) -> dict[str, Any]:
     """Return the row of a file of JSON lines that holds a text, a chat or a row."""
+    if isinstance(item, os.PathLike) or (isinstance(item, str) and names_file(item)):
+        raise CalibrationError(f"{os.fspath(item)} names a file and is no text; give a list of files alone, or text.")
     if isinstance(item, str):
         return {"text": item}
     if isinstance(item, Mapping):

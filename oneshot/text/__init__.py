@@ -2,7 +2,17 @@
 
 from oneshot.text.chats import ChatRenderer, is_turn, prompt_ids
 from oneshot.text.examples import encode, load_examples, padded
-from oneshot.text.files import PIECE_BYTES, RECORDS, TABLES, ending_of, exists, file_of, present_row, size_of_records
+from oneshot.text.files import (
+    PIECE_BYTES,
+    RECORDS,
+    TABLES,
+    ending_of,
+    exists,
+    file_of,
+    names_file,
+    present_row,
+    size_of_records,
+)
 from oneshot.text.kinds import NUM_KINDS, TOKENS_OF_A_KIND, kind_windows
 from oneshot.text.languages import NUM_LANGUAGES, PASSAGE_TOKENS, known_languages, passage_nats, passages
 from oneshot.text.odd_records import OddRecords

@@ -45,6 +45,12 @@ def is_file_name(source: str) -> bool:
     return ending_of(source) is not None or begins or exists(source) or (folder.name != "" and exists(folder))
 
 
+def names_file(text: str) -> bool:
+    """Return whether a text is the name of a file: of one that exists, or a word with an ending that is read."""
+    path = file_of(text)[0]
+    return (exists(path) and path.is_file()) or (ending_of(path.name) is not None and len(text.split()) == 1)
+
+
 def exists(path: str | Path) -> bool:
     """Return whether there is something at a path; what is too long to be one is not."""
     try:

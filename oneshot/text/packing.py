@@ -16,6 +16,7 @@ from oneshot.text.sources import iter_documents
 
 logger = logging.getLogger(__name__)
 
+SHOWN_SOURCES = 4  # in a sentence
 NO_ROWS = slice(0, 0)  # of a batch that is not placed yet
 UNUSED = re.compile(r"unused|reserved")  # in names such as <unused7> and <|reserved_special_token_7|>
 
@@ -241,9 +242,10 @@ def shares(num_sequences: int, sources: Sequence[str]) -> dict[str, int]:
     """
     least, more = divmod(num_sequences, len(sources))
     if least == 0:
+        named = " and ".join([*sources[:SHOWN_SOURCES], *["so on"] * (len(sources) > SHOWN_SOURCES)])
         raise CalibrationError(
-            f"{num_sequences} sequences are too few for the {len(sources)} sources {' and '.join(sources)}; "
-            "give more --num-sequences."
+            f"{num_sequences} sequences are too few for the {len(sources)} sources {named}; give more --num-sequences, "
+            "or join files."
         )
     counts = dict.fromkeys(sources, 0)
     for number, source in enumerate(sources):

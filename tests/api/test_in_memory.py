@@ -110,6 +110,65 @@ def test_strings_and_rows_are_the_file_that_holds_them(
     assert "calibration: null" in (tmp_path / "strings" / "recipe.yaml").read_text()
 
 
+def test_a_list_of_files_is_the_files_and_never_their_names(
+    make_checkpoint: MakeCheckpoint, tmp_path: Path, weights: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `evaluate` reads it: paths, strings, both, with columns, and short names beside them."""
+    monkeypatch.chdir(tmp_path)
+    first, second = Path("first.txt"), Path("second.jsonl")
+    first.write_text(" ".join(TEXTS[:6]))
+    second.write_text("".join(json.dumps({"said": text, "by": "x"}) + "\n" for text in TEXTS[6:]))
+    column = f"{second}:said"
+    oneshot.compress(make_checkpoint(), tmp_path / "joined", calibration=f"{first}+{column}", **SMALL, **SIZES)
+    for name, given in (
+        ("paths", [first, Path(column)]),
+        ("strings", (str(first), column)),
+        ("both", [str(tmp_path / first), Path(column)]),
+    ):
+        result = oneshot.compress(make_checkpoint(), tmp_path / name, calibration=given, **SMALL, **SIZES)
+        assert_same(weights("joined"), weights(name))
+        assert f"calibration: {'+'.join(map(str, given))}" in (tmp_path / name / "recipe.yaml").read_text()
+        found = oneshot.evaluate(result.output, given, sequence_length=16, max_windows=1, decode_tokens=0)
+        assert [*found[0].perplexity] == [*map(str, given)]
+    predicted = oneshot.predict(make_checkpoint(), calibration=[first, "builtin"], sparsity=0.2, form="stock", **SIZES)
+    assert predicted.text.endswith("first.txt+builtin")
+    oneshot.profile(make_checkpoint(), tmp_path / "profile", calibration=[first], device="cpu", progress=False, **SIZES)
+
+
+@pytest.mark.parametrize(
+    ("calibration", "reason"),
+    [
+        ([Path("missing.txt")], "missing.txt does not exist"),
+        (["missing.txt", "given.txt"], "missing.txt does not exist"),
+        (["given.txt", Path("given.txt"), "A text."], "given.txt names a file and is no text; give a list of files"),
+        ({"given.txt"}, "given.txt names a file and is no text"),
+        ({Path("given.txt")}, "given.txt names a file and is no text"),
+        ([Path("one+two.txt"), Path("given.txt")], "one\\+two.txt has a plus sign in its name"),
+    ],
+    ids=str,
+)
+def test_names_of_files_are_never_read_as_text(
+    calibration: Any, reason: str, make_checkpoint: MakeCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("given.txt").write_text(TEXTS[0])
+    for call in (oneshot.compress, oneshot.predict, oneshot.profile):
+        options = SMALL if call is oneshot.compress else {"sparsity": 0.2}
+        with pytest.raises(CalibrationError, match=reason):
+            call(make_checkpoint(), tmp_path / "out", calibration=calibration, **options)
+    assert [path.name for path in tmp_path.iterdir()] == ["given.txt"]
+
+
+def test_a_name_of_a_file_among_texts_is_left_out_and_told(
+    make_checkpoint: MakeCheckpoint, text_file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = [*TEXTS, str(text_file)]
+    oneshot.compress(make_checkpoint(), tmp_path / "out", calibration=given, **SMALL, **SIZES)
+    assert (
+        f"1 of 13 records of the calibration text give no text and are left out. The first: {text_file}" in caplog.text
+    )
+
+
 def test_chats_are_the_file_that_holds_them(make_checkpoint: MakeCheckpoint, tmp_path: Path, weights: Any) -> None:
     chats = [
         [{"role": "user", "content": f"Topic {number}"}, {"role": "assistant", "content": text}]
