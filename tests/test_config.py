@@ -164,6 +164,9 @@ def test_what_is_given_replaces_the_recipe(tmp_path: Path) -> None:
     assert found == expected
     assert parse_config(parser.parse_args(["b", f"--config={path}"])).checkpoint == "b"
     assert parse_config(parser.parse_args([f"--config={path}", "--set=damping=0.5"])).method.damping == 0.5
+    path.write_text("checkpoint: a\nsparsity: 0.2\nkeep: [embed_tokens]\n")
+    keeps = parser.parse_args([f"--config={path}", "--keep", "layers.0.*", "--keep", "layers.1.*", "layers.2.*"])
+    assert parse_config(keeps).target.keep == ("layers.0.*", "layers.1.*", "layers.2.*")
 
 
 @pytest.mark.parametrize(

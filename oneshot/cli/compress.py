@@ -46,6 +46,7 @@ def build_parser(prog: str = "oneshot compress") -> argparse.ArgumentParser:
     target = parser.add_argument_group("target (give one)")
     target.add_argument(
         "--sparsity",
+        action="extend",
         nargs="+",
         metavar="S",
         help="fraction of the stored parameters to remove, such as 0.2; several write OUT/sparsity-0.10 and so on",
@@ -91,6 +92,7 @@ def build_parser(prog: str = "oneshot compress") -> argparse.ArgumentParser:
     )
     method.add_argument(
         "--keep",
+        action="extend",
         nargs="+",
         metavar="PATTERN",
         help="what stays as it is, by names of modules, such as 'layers.0.*' '*.self_attn.*' embed_tokens",

@@ -52,6 +52,7 @@ def build_parser(prog: str = "oneshot evaluate") -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--tasks",
+        action="extend",
         nargs="+",
         default=[],
         help=f"lm-eval tasks; {', '.join(builtin_tasks())}, or {ALL_BUILTIN} for these, need no network",

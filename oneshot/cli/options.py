@@ -5,7 +5,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, get_args, get_type_hints
@@ -194,12 +194,22 @@ def parse_config(arguments: argparse.Namespace, **more: Any) -> Config:
     """
     options = {name: value for name, value in vars(arguments).items() if name not in COMMAND_ONLY} | more
     options = {name: value for name, value in options.items() if value is not None and value is not False}
-    options |= dict(parse_setting(text) for text in arguments.set)
+    options |= _settings(arguments.set)
     if arguments.config is not None:
         options = read_recipe(arguments.config, options)
     if "checkpoint" not in options:
         raise ConfigError("No checkpoint is given: name a folder, a .gguf file, or a model on the hub.")
     return Config.of(**options)
+
+
+def _settings(texts: Sequence[str]) -> dict[str, Any]:
+    """Return the values of all `--set`. Raises `ConfigError` for a key that is given twice."""
+    found: dict[str, Any] = {}
+    for key, value in map(parse_setting, texts):
+        if key in found:
+            raise ConfigError(f"--set {key}= is given twice; leave one out.")
+        found[key] = value
+    return found
 
 
 def run_command(arguments: argparse.Namespace, run: Callable[[], None], *, writes: bool = True) -> int:

@@ -144,6 +144,21 @@ def test_every_option_says_what_it_is(name: str) -> None:
             assert "(default: " in action.help, action.dest
 
 
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "completion"])
+def test_an_option_of_several_values_adds_up_if_it_is_repeated(name: str) -> None:
+    parser = importlib.import_module(f"oneshot.cli.{name}").build_parser()
+    several = [action for action in parser._actions if action.option_strings and action.nargs in ("+", "*")]
+    assert [action.dest for action in several] == {"compress": ["sparsity", "keep"], "evaluate": ["tasks"]}.get(
+        name, []
+    )
+    for action in several:
+        option, needed = action.option_strings[-1], [] if name == "compress" else ["checkpoint"]
+        for _ in range(2):  # a parse leaves nothing to the next one
+            found = parser.parse_args([*needed, option, "1", "2", f"{option}=3", option, "4"])
+            assert getattr(found, action.dest) == ["1", "2", "3", "4"]
+        assert not getattr(parser.parse_args(needed), action.dest)
+
+
 def test_help_methods_lists_every_recipe_and_key(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["compress", "--help-methods"])
@@ -168,7 +183,6 @@ def test_help_methods_lists_every_recipe_and_key(capsys: pytest.CaptureFixture[s
     [
         (["--set", "ffn=obs"], {"ffn": "obs"}),
         (["--set=ffn=obs", "--set=heads=id"], {"ffn": "obs", "heads": "id"}),
-        (["--set=ffn=obs", "--set=ffn=wanda"], {"ffn": "wanda"}),
         (["--set= group-size = 4", "--set=hidden=pca"], {"group_size": 4, "hidden": "pca"}),
         (["--set=damping=0.5"], {"damping": 0.5}),
         (["--set=damping=1"], {"damping": 1.0}),
@@ -181,6 +195,13 @@ def test_settings_are_fields_of_the_method(options: list[str], expected: dict[st
     found = {name: getattr(method, name) for name in expected}
     assert found == expected
     assert {name: type(value) for name, value in found.items()} == {n: type(value) for n, value in expected.items()}
+
+
+@pytest.mark.parametrize("second", ["ffn=wanda", " ffn = obs"])
+def test_a_key_that_is_set_twice_is_refused(second: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("compress", "profile"):
+        assert main([command, "no-such-checkpoint", "--set=heads=id", "--set=ffn=obs", f"--set={second}"]) == 1
+        assert capsys.readouterr().err == "error: --set ffn= is given twice; leave one out.\n"
 
 
 def test_settings_are_fields_of_the_target() -> None:
