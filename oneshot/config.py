@@ -322,8 +322,7 @@ class Config:
         parts: dict[str, dict[str, Any]] = {name: {} for name in ("target", "method", "text", "machine", "config")}
         for name, value in options.items():
             field, parse = SPELLINGS.get(name, (name, str))
-            is_text = isinstance(value, str | os.PathLike) or type(value).__module__ == "torch"  # a dtype
-            parts[part_of(field)][field] = parse(str(value)) if is_text else value
+            parts[part_of(field)][field] = parsed(value, parse)
         if parts["config"].get("form", "auto") == "auto":
             parts["config"]["form"] = RECIPE_FORMS.get(recipe, "auto")
         target = Target(**parts["target"])
@@ -390,6 +389,57 @@ def tcsp_options(hidden_percent: float, inner_percent: float) -> dict[str, Any]:
     return options
 
 
+@dataclass(frozen=True)
+class EvaluationOptions:
+    """What `oneshot evaluate` measures of models, and how.
+
+    Attributes:
+        sequence_length: tokens in a window or of an example.
+        max_windows: windows or examples of each text at most; None: all.
+        device: `auto`, `cpu`, `cuda` or `cuda:N`.
+        dtype: dtype of the forward passes.
+        prefill_tokens: tokens of the timed prefill; None: 512, or as many as learned positions allow.
+        decode_tokens: tokens of the timed decoding; 0 leaves the latency out.
+        tasks: names of lm-eval's tasks, of our own, or `builtin`.
+        limit: documents of each task at most; None: all.
+        include_path: folder with task files; None: only lm-eval's tasks and our own.
+        kind: what the models are asked; None: what the first one's class is for.
+        batch_size: examples at a time.
+    """
+
+    sequence_length: int = 1024
+    max_windows: int | None = None
+    device: str = "auto"
+    dtype: Dtype = "auto"
+    prefill_tokens: int | None = None
+    decode_tokens: int = 32
+    tasks: tuple[str, ...] = ()
+    limit: int | None = None
+    include_path: str | None = None
+    kind: Kind | None = None
+    batch_size: int = 8
+
+    def __post_init__(self) -> None:
+        for name in ("device", "dtype", "include_path"):
+            object.__setattr__(self, name, parsed(getattr(self, name), SPELLINGS.get(name, (name, str))[1]))
+        if isinstance(self.tasks, str | list):  # of Python's callers
+            object.__setattr__(self, "tasks", (self.tasks,) if isinstance(self.tasks, str) else tuple(self.tasks))
+        check_values(self)
+        for task in self.tasks:
+            if not isinstance(task, str) or not task:
+                raise ConfigError(f"--tasks {task!r} is not the name of a task; give one such as builtin.")
+        check_minimum(self, sequence_length=2, max_windows=1, prefill_tokens=1, decode_tokens=0, limit=1, batch_size=1)
+
+    @staticmethod
+    def of(**options: Any) -> "EvaluationOptions":
+        """Return the record of options. Raises `ConfigError` for an unknown one and for values that are not allowed."""
+        known = field_names(EvaluationOptions)
+        for name in options:
+            if name not in known:
+                raise ConfigError(f"{name} is not an option of evaluate{did_you_mean(name, known)}")
+        return EvaluationOptions(**options)
+
+
 PARTS: dict[str, type] = {
     "target": Target,
     "method": Method,
@@ -397,6 +447,12 @@ PARTS: dict[str, type] = {
     "machine": MachineOptions,
     "config": Config,
 }
+
+
+def parsed(value: Any, parse: Callable[[str], Any]) -> Any:
+    """Return what a text becomes; a path, and a dtype or a device of torch, count as text, and others stay."""
+    is_text = isinstance(value, str | os.PathLike) or type(value).__module__ == "torch"
+    return parse(str(value)) if is_text else value
 
 
 def refuse_prompt(prompt: str | None, form: str) -> None:

@@ -40,6 +40,13 @@ FLAGS = {
     "tie": "--tie",
     "profile": "--profile",
     "recipe": "--recipe",
+    "max_windows": "--max-windows",
+    "kind": "--kind",
+    "tasks": "--tasks",
+    "limit": "--limit",
+    "include_path": "--include-path",
+    "prefill_tokens": "--prefill-tokens",
+    "decode_tokens": "--decode-tokens",
 }
 
 

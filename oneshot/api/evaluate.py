@@ -24,7 +24,7 @@ def evaluate(model: Any, text: Any = (), *, baseline: Any = None, tokenizer: Any
         text: a source as on the command line, a list of such sources, or text in memory as `compress` takes it for
             calibration. Without text and tasks a model that writes text is measured on the built-in text.
         tokenizer: tokenizer of models in memory; None: the one that lies where the model came from.
-        options: keywords of `evaluation.evaluate`, such as `sequence_length`, `max_windows`, `tasks`, `decode_tokens`.
+        options: as on the command line, with underscores, such as `sequence_length`, `max_windows`, `tasks`, `dtype`.
 
     Returns the numbers of the model, then the baseline's; text in memory is called `given-text.jsonl` there. A list of
     strings counts as sources if each names a file or is the short name of a data set.

@@ -5,12 +5,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from oneshot.api.words import python_words
 from oneshot.config import Config
 from oneshot.errors import OutputError, cause
 from oneshot.evaluation import Evaluations, load_model
 from oneshot.export import FORMS
 from oneshot.json_text import json_text
-from oneshot.machine import resolve_device
+from oneshot.machine import resolve_device, stored_dtype
 from oneshot.machine.scratch import scratch_folder
 from oneshot.report.card import PAGE_NAME, REPORT_NAME
 from oneshot.report.records import Report
@@ -86,14 +87,16 @@ class Result:
 
         Args:
             device: `cpu`, `cuda` or `cuda:N`.
-            dtype: a dtype of torch, or `auto` for the stored one.
+            dtype: a dtype of torch or its name, or `auto` for the stored one.
 
-        Raises `OutputError` for a form that transformers does not open.
+        Raises `OutputError` for a form that transformers does not open, and another `OneshotError` for a device or a
+        dtype that is not known.
         """
         form = FORMS[self.report.config["form"]]
         if form.opened_by != "transformers":
             raise OutputError(f"{form.title} is opened by {form.opened_by}: {self.output}; another form loads.")
-        return load_model(self.output, device=resolve_device(device), dtype=dtype)
+        with python_words():
+            return load_model(self.output, device=resolve_device(str(device)), dtype=stored_dtype(dtype))
 
     def evaluate(self, text: Any = (), *, baseline: Any = None, **options: Any) -> Evaluations:
         """Measure the result, and the original beside it if it was given as a path or a name.

@@ -8,8 +8,9 @@ from typing import get_args
 
 from oneshot.cli.options import CHECKPOINT_HELP, add_device, begin_work, run_command
 from oneshot.cli.parser import OneOf, Parser
-from oneshot.config import Kind
-from oneshot.errors import CalibrationError, ConfigError, OutputError, cause, printable
+from oneshot.config import EvaluationOptions, Kind
+from oneshot.errors import OutputError, cause, printable
+from oneshot.fields import field_names
 from oneshot.tasks import ALL_BUILTIN, builtin_tasks, refuse_unknown
 
 
@@ -98,12 +99,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "oneshot evaluate") -> i
     arguments = build_parser(prog).parse_args(argv)
 
     def run() -> None:
-        if arguments.sequence_length < 2:
-            raise CalibrationError(f"--sequence-length {arguments.sequence_length} is too small; give at least 2.")
-        if arguments.max_windows is not None and arguments.max_windows < 1:
-            raise ConfigError(f"--max-windows {arguments.max_windows} is too small; give at least 1.")
-        if arguments.batch_size < 1:
-            raise ConfigError(f"--batch-size {arguments.batch_size} is too small; give at least 1.")
+        options = {name: getattr(arguments, name) for name in field_names(EvaluationOptions)}
+        EvaluationOptions.of(**options)  # wrong values are told of before large libraries are loaded
         if arguments.output:
             _refuse_file(Path(arguments.output))
         if arguments.tasks:
@@ -121,17 +118,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "oneshot evaluate") -> i
             baseline=arguments.baseline,
             revision=arguments.revision,
             baseline_revision=arguments.baseline_revision,
-            sequence_length=arguments.sequence_length,
-            max_windows=arguments.max_windows,
-            device=arguments.device,
-            dtype=arguments.dtype,
-            prefill_tokens=arguments.prefill_tokens,
-            decode_tokens=arguments.decode_tokens,
-            tasks=arguments.tasks,
-            limit=arguments.limit,
-            include_path=arguments.include_path,
-            kind=arguments.kind,
-            batch_size=arguments.batch_size,
+            **options,
         )
         print_evaluations(evaluations)
         if arguments.output:

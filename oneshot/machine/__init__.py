@@ -8,6 +8,6 @@ from oneshot.machine.device import (
     usual_settings,
     vendor_solvers,
 )
-from oneshot.machine.dtype import DtypeChoice, choose_dtype, resolve_dtype
+from oneshot.machine.dtype import DtypeChoice, choose_dtype, resolve_dtype, stored_dtype
 from oneshot.machine.machine import Machine, Store
 from oneshot.machine.workers import ALONE, Workers, join_workers

@@ -5,9 +5,14 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 
+from oneshot.errors import ConfigError
+from oneshot.parsing import did_you_mean, full_dtype
+
+NAMES = ("auto", "float32", "bfloat16", "float16")
 COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CLEARLY_FASTER = 1.2  # bfloat16 rounds more; and a rate that varies should not change what is taken
 ROUNDS = 4  # the fastest counts, because other programs take the caches from some
@@ -48,6 +53,18 @@ def product_rates(inputs: int, outputs: int, threads: int) -> Rates:
             if turn:
                 seconds[name] = min(seconds[name], time.process_time() - started)
     return {name: 2 * rows * inputs * outputs / taken for name, taken in seconds.items()}
+
+
+def stored_dtype(given: Any) -> torch.dtype | str:
+    """Return a dtype of torch that is given as such or by a name, also a short one; `auto` stays.
+
+    Raises `ConfigError` for anything else.
+    """
+    name = full_dtype(str(given))
+    dtype = getattr(torch, name, None)
+    if name == "auto" or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        return name if dtype is None else dtype
+    raise ConfigError(f"--dtype {given} is not one of {', '.join(NAMES)}{did_you_mean(name, NAMES)}")
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:

@@ -13,7 +13,7 @@ from families.cases import CASES
 
 import oneshot
 from oneshot.api.result import push
-from oneshot.errors import OutputError
+from oneshot.errors import ConfigError, OutputError
 
 SMALL: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_sequences": 8, "sequence_length": 32}
 IDS = torch.randint(2, 400, (2, 24), generator=torch.Generator().manual_seed(1))
@@ -76,6 +76,89 @@ def test_evaluation_takes_texts_and_models_in_memory(
     assert [one.checkpoint for one in from_memory] == ["model/LlamaForCausalLM", "baseline/out"]
     with pytest.raises(oneshot.OneshotError, match="give evaluate the texts"):
         oneshot.evaluate(make_checkpoint(), IDS)
+
+
+QUICK: dict[str, Any] = {"sequence_length": 32, "max_windows": 1, "decode_tokens": 0, "device": "cpu"}
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        *((dtype, str(dtype)) for dtype in (torch.float32, torch.bfloat16)),
+        *(("fp32", "torch.float32"), ("f32", "torch.float32"), ("torch.float32", "torch.float32")),
+        *(("float32", "torch.float32"), ("bf16", "torch.bfloat16"), ("auto", "torch.float32")),
+    ],
+    ids=str,
+)
+def test_a_dtype_has_the_same_spellings_everywhere(
+    given: Any, name: str, result: oneshot.Result, other_text_file: Path
+) -> None:
+    """As `compress` and the command line take them."""
+    assert str(result.load(dtype=given, device=torch.device("cpu")).dtype) == name
+    options = QUICK | {"device": torch.device("cpu")}
+    [found] = oneshot.evaluate(result.output, other_text_file, dtype=given, **options)
+    [expected] = oneshot.evaluate(result.output, other_text_file, dtype=name, **options)
+    if given != "auto":
+        assert found.perplexity == expected.perplexity
+    assert str(oneshot.Config.of("a", sparsity=0.1, dtype=given).machine.dtype) in ("auto", name.removeprefix("torch."))
+
+
+@pytest.mark.parametrize("given", ["fp16", "half", "float16", torch.float16], ids=str)
+def test_a_result_is_loaded_in_a_dtype_that_nothing_is_computed_in(given: Any, result: oneshot.Result) -> None:
+    assert result.load(dtype=given).dtype == torch.float16
+    with pytest.raises(ConfigError, match=r"dtype='float16' is not one of auto, float32, bfloat16; did you mean"):
+        oneshot.evaluate(result.output, dtype=given)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        ({"dtype": "nonsense"}, "dtype='nonsense' is not one of auto, float32"),
+        ({"dtype": 3}, "dtype=3 is of the type int"),
+        ({"device": 3}, "device=3 is of the type int"),
+        ({"device": "nonsense"}, "device='nonsense' is not understood; use cpu, cuda or cuda:1."),
+        ({"kind": "nonsense"}, "kind='nonsense' is not one of causal, classification"),
+        ({"sequence_length": "64"}, "sequence_length '64' is of the type str; give an integer"),
+        ({"sequence_length": 1}, "sequence_length=1 is out of range: give at least 2"),
+        ({"max_windows": 1.5}, "max_windows=1.5 is of the type float; give an integer"),
+        ({"max_windows": 0}, "max_windows=0 is out of range"),
+        ({"decode_tokens": 1.5}, "decode_tokens=1.5 is of the type float"),
+        ({"decode_tokens": -1}, "decode_tokens=-1 is out of range"),
+        ({"batch_size": "a"}, "batch_size 'a' is of the type str"),
+        ({"batch_size": 0}, "batch_size=0 is out of range"),
+        ({"tasks": [3]}, "tasks=3 is not the name of a task"),
+        ({"tasks": 3}, "tasks=3 is of the type int; give a list of texts"),
+        ({"tasks": ""}, "tasks '' is not the name of a task"),
+        ({"max_window": 3}, "max_window is not an option of evaluate; did you mean max_windows?"),
+    ],
+    ids=str,
+)
+def test_a_wrong_option_of_an_evaluation_is_one_typed_sentence(
+    wrong: dict[str, Any], reason: str, result: oneshot.Result, other_text_file: Path
+) -> None:
+    with pytest.raises(oneshot.OneshotError) as told:
+        oneshot.evaluate(result.output, other_text_file, **QUICK | wrong)
+    assert reason in str(told.value)
+    assert "--" not in str(told.value)
+
+
+@pytest.mark.parametrize("wrong", [{"dtype": "nonsense"}, {"dtype": "long"}, {"device": "nonsense"}], ids=str)
+def test_what_a_result_cannot_be_loaded_with_is_one_typed_sentence(
+    wrong: dict[str, str], result: oneshot.Result
+) -> None:
+    with pytest.raises(oneshot.OneshotError) as told:
+        result.load(**wrong)
+    [(name, word)] = wrong.items()
+    assert str(told.value).startswith(f"{name}='{word}' is not ")
+    assert "--" not in str(told.value)
+
+
+def test_one_task_is_one_name(result: oneshot.Result) -> None:
+    options = QUICK | {"limit": 2}
+    [found] = oneshot.evaluate(result.output, tasks="oneshot_facts", **options)
+    [expected] = oneshot.evaluate(result.output, tasks=["oneshot_facts"], **options)
+    assert found.tasks == expected.tasks
+    assert found.tasks
 
 
 @pytest.mark.parametrize(
