@@ -429,6 +429,15 @@ class EvaluationOptions:
             if not isinstance(task, str) or not task:
                 raise ConfigError(f"--tasks {task!r} is not the name of a task; give one such as builtin.")
         check_minimum(self, sequence_length=2, max_windows=1, prefill_tokens=1, decode_tokens=0, limit=1, batch_size=1)
+        for name in ("limit", "include_path"):
+            value = getattr(self, name)
+            if value is not None and not self.tasks:
+                raise ConfigError(f"{display(name, value)} is for tasks; give --tasks, or leave it out.")
+        if self.prefill_tokens is not None and self.decode_tokens == 0:
+            raise ConfigError(
+                f"--prefill-tokens {self.prefill_tokens} is for the latency, which --decode-tokens 0 leaves out; give "
+                "one of the two."
+            )
 
     @staticmethod
     def of(**options: Any) -> "EvaluationOptions":

@@ -27,6 +27,11 @@ from oneshot.cli import evaluate
         (["--output=/tmp"], ("/tmp is a folder",)),
         (["--prefill-tokens=0"], ("--prefill-tokens 0",)),
         (["--decode-tokens=-1"], ("--decode-tokens -1",)),
+        (["--tasks=oneshot_facts", "--limit=0"], ("--limit 0", "give at least 1")),
+        (["--tasks=oneshot_facts", "--limit=-1"], ("--limit -1", "give at least 1")),
+        (["--limit=3"], ("--limit 3 is for tasks; give --tasks",)),
+        (["--text={text}", "--include-path=/tmp"], ("--include-path /tmp is for tasks; give --tasks",)),
+        (["--text={text}", "--prefill-tokens=9"], ("--prefill-tokens 9 is for the latency", "--decode-tokens 0")),
         (["--tasks=piqa", "--include-path=/no/such/folder"], ("--include-path /no/such/folder",)),
     ],
 )

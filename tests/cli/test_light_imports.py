@@ -42,6 +42,7 @@ WRONG = [
     ["compress", "--sparsity=0.2"],
     ["profile", "x", "--num-sequences=0"],
     ["evaluate", "x", "--batch-size=0"],
+    ["evaluate", "x", "--limit=3"],
     ["evaluate", "x", "--output=/no/such/folder/out.json"],
     ["completion", "fsh"],
 ]
