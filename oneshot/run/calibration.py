@@ -90,9 +90,10 @@ class Calibration:
 
     def check(self) -> None:
         """Raise `CalibrationError` if a file of the text cannot be read; nothing is read yet."""
+        reads_pairs = not self._model.family.stack.causal or self._model.family.decoder is not None
         for source in split_sources(self._options.calibration):
             if source != SELF:
-                check_source(source)
+                check_source(source, reads_pairs=reads_pairs)
 
     def warn_if_few(self, num_tokens: int) -> None:
         """Warn if a text has too few tokens for the width of the FFNs."""

@@ -222,15 +222,25 @@ def _table_rows(path: Path, kind: str) -> list[dict[str, Any]]:
     """Return the rows of a Parquet or CSV file."""
     from datasets import load_dataset
 
+    options = {"sep": _separator(path)} if kind == "csv" else {}
     with scratch_folder() as folder:
         plain = folder / f"rows.{kind}"  # datasets takes brackets and stars in a name for a pattern
         plain.symlink_to(path.resolve())
         try:
-            return [*map(present_row, load_dataset(kind, data_files=str(plain), split="train", streaming=True))]
+            return [
+                *map(present_row, load_dataset(kind, data_files=str(plain), split="train", streaming=True, **options))
+            ]
         except Exception as error:  # datasets raises many unrelated types; the cause is named and chained
             raise CalibrationError(
                 f"{path} cannot be read as {kind} ({cause(error)}); give one record with text per row."
             ) from error
+
+
+def _separator(path: Path) -> str:
+    """Return what is between the columns of a CSV file: a comma, if the first line has none a semicolon or a tab."""
+    with path.open(encoding="utf-8-sig", errors="replace") as file:
+        header = file.readline(PIECE_BYTES)
+    return "," if "," in header else max(",;\t", key=header.count)
 
 
 def present_row(row: dict[str, Any]) -> dict[str, Any]:

@@ -46,14 +46,26 @@ Pair = tuple[Document | None, str | None]  # a document, None without one, and t
 TEXT_ITSELF = "; text itself goes into such a file, or in Python into a list of strings"
 
 
-def check_source(source: str) -> None:
-    """Raise `CalibrationError` for a source that is a local path and cannot be read; nothing else is opened."""
+def check_source(source: str, *, reads_pairs: bool = True) -> None:
+    """Raise `CalibrationError` for a source that is a local path and cannot be read; nothing else is opened.
+
+    `reads_pairs`: whether a second column is read; otherwise a source that names one is refused.
+    """
     if source not in SHORT_NAMES and is_file_name(source):
         path, columns = file_of(source)
         check_file(path, TOKENS_ENDING)
         _check_columns(path, columns)
     elif source not in SHORT_NAMES:
-        _parse_hub_source(source)
+        columns = _columns(_parse_hub_source(source)[3])
+    else:
+        columns = ()
+    most = 2 if reads_pairs else 1
+    if len(columns) > most:
+        read = "two of a pair" if reads_pairs else "one of each document"
+        raise CalibrationError(
+            f"{source} names {len(columns)} columns, but the model reads {read}; name {most}, or join columns in the "
+            "file."
+        )
 
 
 def iter_documents(source: str, seed: int | None, render: ChatRenderer | None = None) -> Iterator[Document]:
@@ -67,8 +79,10 @@ def iter_documents(source: str, seed: int | None, render: ChatRenderer | None = 
             or a hub data set as `org/name[:config[:split[:column]]]`.
         render: makes text of conversations, see `chats`; None if the model takes none, and no tokens.
 
-    Raises `CalibrationError` if the source cannot be read, and if most of its records give no text.
+    Raises `CalibrationError` if the source cannot be read or names several columns, and if most of its records give no
+    text.
     """
+    check_source(source, reads_pairs=False)
     return (document for document, _ in _documents(source, seed, PAIR_COLUMN, render))
 
 
@@ -78,6 +92,7 @@ def iter_pairs(source: str, seed: int | None, *, second: str = PAIR_COLUMN) -> I
     Second texts are in a column `second` beside `text`, or in the second of two columns that a source names,
     `file:first,second` or `org/name:config:split:first,second`.
     """
+    check_source(source)
     for document, other in _documents(source, seed, second, None):
         assert isinstance(document, str)  # nothing else without a renderer
         yield document, other
@@ -260,7 +275,7 @@ def _hub_documents(source: str, seed: int | None, second: str, render: ChatRende
     path, config, split, column = HUB_ALIASES.get(source) or _parse_hub_source(source)
     rows = map(present_row, _hub_rows(path, config, split, seed))
     first = next(rows)
-    read = _reader([first], column.split(",") if column else (), path, second, render)
+    read = _reader([first], _columns(column), path, second, render)
     yield from _read(itertools.chain([first], rows), read, OddRecords(path))
 
 
@@ -328,6 +343,11 @@ def _parse_hub_source(source: str, default_split: str = "train") -> tuple[str, s
         )
     path, config, split, column = parts + [""] * (4 - len(parts))
     return path, config or None, split or default_split, column or None
+
+
+def _columns(named: str | None) -> tuple[str, ...]:
+    """Return the columns that a data set's name ends with."""
+    return tuple(named.split(",")) if named else ()
 
 
 def _text_column(rows: Sequence[dict[str, Any]], names: Sequence[str], source: str) -> str:

@@ -1,5 +1,6 @@
 """Local files of text: every ending, pieces of long texts, seeded positions, and what never goes to the network."""
 
+import csv
 import gzip
 import json
 from pathlib import Path
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oneshot.errors import CalibrationError
-from oneshot.pipeline import predict
+from oneshot.pipeline import compress, predict
 from oneshot.text import files, iter_documents, load_text, read_rows
 from oneshot.text.files import file_of
 from oneshot.text.sources import check_source, iter_pairs
@@ -120,6 +121,54 @@ def test_a_column_of_a_file_is_named_behind_it(ending: str, tmp_path: Path) -> N
         list(iter_documents(str(path), None))
     with pytest.raises(CalibrationError, match="examples have fixed ones; leave out :answer"):
         read_rows(f"{path}:answer")
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_column_that_is_not_read_is_refused(ending: str, tmp_path: Path) -> None:
+    """A second one by models that read one text, a third one by all."""
+    path = rows_file(tmp_path, ending)
+    reads: dict[int, list[Any]] = {
+        1: [lambda source: check_source(source, reads_pairs=False), lambda source: next(iter_documents(source, None))],
+        2: [check_source, lambda source: next(iter_pairs(source, None))],
+    }
+    for most, calls in reads.items():
+        columns = ["question", "answer", "id"][: most + 1]
+        for source in (f"{path}:{','.join(columns)}", f"org/name:config:train:{','.join(columns)}"):
+            for read in calls:
+                with pytest.raises(CalibrationError, match=rf" names {most + 1} columns, but .*; name {most}, or"):
+                    read(source)
+
+
+def test_a_run_and_its_prediction_refuse_a_second_column(
+    make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    config = make_config(make_checkpoint(), calibration=f"{rows_file(tmp_path, 'jsonl')}:question,answer")
+    for call in (predict, compress):
+        with pytest.raises(CalibrationError, match="names 2 columns, but the model reads one of each document"):
+            call(config)
+
+
+@pytest.mark.parametrize("separator", [",", ";", "\t"])
+@pytest.mark.parametrize("start", ["", "\ufeff"])
+def test_the_columns_of_a_csv_file_are_between_commas_semicolons_or_tabs(
+    separator: str, start: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "rows.csv"
+    texts = ["One, two; three\tfour.", 'A "quote"\nand a line.', "Plain"]
+    with path.open("w", encoding="utf-8", newline="") as file:
+        file.write(start)
+        csv.writer(file, delimiter=separator).writerows([["id", "text", "lang"], *([1, text, "en"] for text in texts)])
+    assert list(iter_documents(str(path), None)) == texts
+    assert [[*row] for row in read_rows(str(path))] == [["id", "text", "lang"]] * 3
+    path.write_text('"a; header, quoted"\n"One; two"\n')
+    assert list(iter_documents(str(path), None)) == ["One; two"]
+
+
+def test_a_table_whose_rows_have_more_columns_than_its_header_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("id;text\n1;One\n2;Two; three; four\n")
+    with pytest.raises(CalibrationError, match="cannot be read as csv"):
+        list(iter_documents(str(path), None))
 
 
 def test_the_column_of_a_file_does_not_change_what_is_predicted(
