@@ -8,6 +8,7 @@ import torch
 from oneshot.architecture import StackShape
 from oneshot.checkpoint import Checkpoint
 from oneshot.errors import CalibrationError
+from oneshot.evaluation.classification import refuse_other_outputs
 from oneshot.evaluation.comparison import Evaluation, TextRecord
 from oneshot.evaluation.examples import Examples, Reading, examples_record
 from oneshot.evaluation.kinds import EXAMPLES, Kind, load_as
@@ -38,8 +39,11 @@ def evaluate_examples(
         names: labels of the checkpoints. sources: files or data sets with examples, as in `read_rows`.
         longest: tokens of an example, if the models and their tokenizer can take so many. limit: examples of a source.
 
-    Raises `CheckpointError` and `CalibrationError`.
+    Raises `CheckpointError`, `CalibrationError` and `ConfigError`.
     """
+    if kind == "classification" and sources:
+        for name, checkpoint in zip(names, checkpoints, strict=True):
+            refuse_other_outputs(name, checkpoint.config)
     tokenizer = load_tokenizer(checkpoints[0].folder)
     first = checkpoints[0]
     reading = Reading(tokenizer, _longest(checkpoints, tokenizer, longest), limit, first.config, first.folder)

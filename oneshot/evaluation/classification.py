@@ -1,12 +1,13 @@
 """Classification of texts or pairs: accuracy, and agreement with the baseline."""
 
 import reprlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from oneshot.errors import CalibrationError
+from oneshot.errors import CalibrationError, ConfigError
 from oneshot.evaluation.examples import Examples, Inputs, Reading, text_of
 
 PAIRS = (
@@ -21,6 +22,28 @@ COLUMNS = (
     {"text": "sentence", "label": "label"},
     {"text": "text", "label": "label"},
 )
+
+
+def refuse_other_outputs(name: str, config: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for a classifier whose outputs are not the scores of classes of which one is right.
+
+    transformers reads `problem_type`, and takes a classifier of one output for a regression.
+
+    Args:
+        name: what the model is called.
+        config: its config.json.
+    """
+    problem, count = config.get("problem_type"), len(config.get("id2label") or ()) or config.get("num_labels", 2)
+    if problem == "multi_label_classification":
+        stated = "may give a text several classes at once (problem_type multi_label_classification)"
+    elif problem == "regression" or count == 1:
+        stated = "gives a text a number and not a class" + " (it has one output)" * (count == 1)
+    else:
+        return
+    raise ConfigError(
+        f"{name} {stated}, and only classifiers that give one of several classes are measured; leave out --text, and "
+        "compare its outputs in a program of your own."
+    )
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from scipy.special import log_softmax, rel_entr
 from oneshot.checkpoint.pooling import write_pooling
 from oneshot.cli.evaluate import main
 from oneshot.config import Config
-from oneshot.errors import OneshotError
+from oneshot.errors import ConfigError, OneshotError
 from oneshot.evaluation import Evaluation, evaluate, kind_of
 from oneshot.evaluation import by_example as by_example_module
 from oneshot.evaluation.answers import LONGEST_ANSWER, Answers, best_span, normalised, token_f1
@@ -479,6 +479,38 @@ def test_unfit_examples_are_one_sentence(
     with pytest.raises(OneshotError, match=message) as caught:
         evaluate([str(folder)], [write(rows)], **OPTIONS | options)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "stated"),
+    [
+        ("bert", {"num_labels": 1}, "a number and not a class (it has one output)"),
+        ("bert", {"num_labels": 3, "problem_type": "regression"}, "a number and not a class,"),
+        ("bert", {"num_labels": 3, "problem_type": "multi_label_classification"}, "several classes at once"),
+        ("bert", {"num_labels": 1, "problem_type": "multi_label_classification"}, "several classes at once"),
+        ("qwen3", {"num_labels": 1, "head_dim": 8}, "a number and not a class (it has one output)"),
+    ],
+)
+def test_outputs_that_are_not_classes_are_refused(
+    family: str,
+    options: dict[str, Any],
+    stated: str,
+    save: Callable[[Any], Path],
+    write: Write,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Softmax says nothing of them. They are refused before a model is loaded, and sizes alone are told."""
+    name = {"bert": "BertForSequenceClassification", "qwen3": "AutoModelForSequenceClassification"}[family]
+    folder, source = save(build_model(family, model_class=name, **options)), write([{"text": "a", "label": 0}])
+    plain = save(build_model("bert", model_class="BertForSequenceClassification", num_labels=3))
+    monkeypatch.setattr(by_example_module, "load_as", None)
+    for model, baseline in ((folder, None), (plain, str(folder))):
+        with pytest.raises(ConfigError) as told:
+            evaluate([str(model)], [source], baseline=baseline, **OPTIONS)
+        assert str(told.value).startswith(f"{folder} ")
+        assert stated in str(told.value)
+    [sizes] = evaluate([str(folder)], [], **OPTIONS)
+    assert sizes.measures is None
 
 
 def test_models_of_different_tasks_are_refused(save: Callable[[Any], Path], write: Write) -> None:
