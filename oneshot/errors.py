@@ -28,9 +28,13 @@ def together(errors: Sequence[OneshotError]) -> OneshotError:
 
 
 def cause(error: BaseException) -> str:
-    """Return the first line of another library's error for use in a sentence; its type if it has no text."""
-    lines = str(error).strip().splitlines()
-    return lines[0][:LONGEST_CAUSE] if lines else type(error).__name__
+    """Return the first line of another library's error for use in a sentence; its type if it has no text.
+
+    A line that ends with a colon goes on in the next one, which may be the first of a list.
+    """
+    first, *others = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    text = f"{first} {others[0].removeprefix('- ')}" if first.endswith(":") and others else first
+    return text[:LONGEST_CAUSE]
 
 
 class ConfigError(OneshotError):

@@ -18,6 +18,7 @@ FLAGS = {
     "sparsity": "--sparsity",
     "max_loss": "--max-loss",
     "parameters": "--params",
+    "size_bytes": "--max-size",
     "budget": "--budget",
     "keep": "--keep",
     "calibration": "--calibration",

@@ -33,7 +33,10 @@ def _parse(text: str, suffixes: dict[str, int], expected: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if match is None or match[2].upper() not in suffixes:
         raise ConfigError(f"{text!r} is not {expected}.")
-    return int(float(match[1]) * suffixes[match[2].upper()])
+    amount = float(match[1]) * suffixes[match[2].upper()]
+    if 0 < amount < 1:
+        raise ConfigError(f"{text!r} is less than 1; give {expected}.")
+    return int(amount)
 
 
 def parse_share(text: str) -> float:

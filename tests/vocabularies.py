@@ -19,7 +19,6 @@ NUMBERS: dict[str, tuple[str, ...]] = {
     "query_key_size": ("4", "6"),
     "residual_weight": ("0", "1"),
     "shared_weight": ("0.5",),
-    "size_bytes": ("100000",),
     "sketch_size": ("96",),
     "value_size": ("4", "6"),
 }

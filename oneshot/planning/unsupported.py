@@ -195,12 +195,12 @@ def _against_kept(grid: "Grid", method: Method, target: Target) -> list[OneshotE
         if is_asked
     ]
     needs = {"layers_differ": kept.ffn and method.reduces_ffn, "heads_differ": kept.attention and method.reduces_heads}
-    for ability, is_needed in needs.items():
-        if is_needed and not getattr(grid, ability):
-            other = grid.instead
-            can = grid.remedy is not None and (other is None or getattr(other, ability))
-            remedy = f"add {grid.remedy}, or leave it out" if can else "leave it out"
-            found.append(ConfigError(f"{option} needs layers of different sizes, which this form lacks; {remedy}."))
+    lacking = [ability for ability, is_needed in needs.items() if is_needed and not getattr(grid, ability)]
+    if lacking:
+        other = grid.instead
+        can = grid.remedy is not None and (other is None or all(getattr(other, ability) for ability in lacking))
+        remedy = f"add {grid.remedy}, or leave it out" if can else "leave it out"
+        found.append(ConfigError(f"{option} needs layers of different sizes, which this form lacks; {remedy}."))
     return found
 
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import AutoModelForCausalLM
 
 import oneshot
-from oneshot.errors import CalibrationError, CheckpointError, ConfigError, OneshotError
+from oneshot.errors import CalibrationError, CheckpointError, ConfigError, OneshotError, cause
 from oneshot.text import load_text
 
 SMALL: dict[str, Any] = {"sparsity": 0.2, "form": "stock", "device": "cpu", "dtype": "float32", "progress": False}
@@ -89,6 +89,31 @@ def test_an_adapter_is_refused_with_its_remedy(tmp_path: Path) -> None:
         oneshot.compress(Adapted(), tmp_path / "out", **SMALL)
     with torch.device("meta"), pytest.raises(CheckpointError, match="meta"):
         oneshot.compress(AutoModelForCausalLM.from_config(build_model().config), tmp_path / "out", **SMALL)
+
+
+def test_a_model_that_transformers_does_not_save_is_told_with_the_cause(tokenizer: Any, tmp_path: Path) -> None:
+    model = build_model()
+    assert model.generation_config is not None
+    model.generation_config.temperature, model.generation_config.do_sample = 0.5, False
+    with pytest.raises(
+        CheckpointError, match=r"cannot be saved \(GenerationConfig is invalid: `temperature`: `do_samp"
+    ):
+        oneshot.compress(model, tmp_path / "out", tokenizer=tokenizer, **SMALL)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("one\ntwo", "one"),
+        ("\n  one:\n\n- two\n- three", "one: two"),
+        ("one: \ntwo", "one: two"),
+        ("one:", "one:"),
+        ("", "ValueError"),
+        ("x" * 400, "x" * 300),
+    ],
+)
+def test_the_cause_of_another_librarys_error(text: str, shown: str) -> None:
+    assert cause(ValueError(text)) == shown
 
 
 # Text

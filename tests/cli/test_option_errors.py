@@ -36,6 +36,8 @@ def test_sparsity_out_of_range(sparsity: str, make_checkpoint: MakeCheckpoint, f
         ({"params": "1M"}, ("--sparsity", "--params")),
         ({"sparsity": None, "params": "10T"}, ("10T",)),
         ({"sparsity": None, "params": "0"}, ("--params 0",)),
+        ({"sparsity": None, "max_size": "0"}, ("--max-size 0 is out of range",)),
+        ({"sparsity": None, "max_size": "0.1"}, ("'0.1' is less than 1",)),
         ({"sparsity": None, "params": "1B"}, ("1,000,000,000", "above the dense model")),
         ({"sparsity": 0.99}, ("at best", "ask for --sparsity 0.")),
         ({"calibration": "self+"}, ("'self+'", "without a name")),

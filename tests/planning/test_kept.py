@@ -137,6 +137,10 @@ def test_other_options_that_change_what_is_kept_are_refused(make_checkpoint: Mak
         form="stock",
         keep="layers.0.mlp",
     )
+    one = make_checkpoint(layers=3, groups=1)  # FFNs and heads need the same
+    for options in ({"recipe": "stat"}, {"recipe": "stat", "serve": "tp=2"}, {"settings": ["heads=id"]}):
+        told = fails(one, "--keep layers.0.* needs layers", form="stock", keep="layers.0.*", **options)
+        assert told.count("--keep") == 1
     for setting in ("hidden=pca", "depth=sensitivity", "inner_sizes=sensitivity"):
         fails(folder, "--keep layers.0.mlp and", settings=[setting], form="per-layer", keep="layers.0.mlp")
     with pytest.raises(ConfigError, match="is not a pattern"):

@@ -203,6 +203,13 @@ def test_sizes(text: str, value: int) -> None:
     assert parse_size(text) == value
 
 
+def test_a_part_of_a_byte_is_refused_as_it_was_given() -> None:
+    with pytest.raises(ConfigError, match=r"^'0\.1' is less than 1; give a size in bytes such as"):
+        parse_size("0.1")
+    with pytest.raises(ConfigError, match=r"^'0\.0004K' is less than 1; give a number of parameters such as"):
+        parse_count("0.0004K")
+
+
 @pytest.mark.parametrize("text", ["", "GB", "-1", "5 apples", "nan", "1e9"])
 def test_invalid_sizes_and_counts(text: str) -> None:
     with pytest.raises(ConfigError):
