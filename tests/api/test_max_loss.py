@@ -108,7 +108,7 @@ def test_a_second_size_follows_what_was_measured(factor: float, is_corrected: bo
     assert Report.from_dict(json.loads((Path(asked.output) / REPORT_NAME).read_text())).check
 
 
-@pytest.mark.parametrize(("lost", "said"), [(None, "could not be judged"), (3.0, "was allowed"), (1.0, None)])
+@pytest.mark.parametrize(("lost", "said"), [(None, "could not be judged"), (3.0, "was allowed"), (0.99, None)])
 def test_a_limit_that_is_not_met_is_in_the_report_and_on_the_card(
     lost: float | None, said: str | None, asked: Config, caplog: pytest.LogCaptureFixture
 ) -> None:
