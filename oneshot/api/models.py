@@ -7,6 +7,8 @@ from copy import copy, deepcopy
 from pathlib import Path
 from typing import Any
 
+from oneshot.checkpoint import as_opened
+from oneshot.checkpoint.safe_files import read_config
 from oneshot.errors import CalibrationError, CheckpointError, cause
 from oneshot.machine.shared import shared_by_threads
 from oneshot.text import load_tokenizer
@@ -45,6 +47,12 @@ def save_model(model: Any, tokenizer: Any, folder: Path) -> Path:
         raise CheckpointError(
             f"The model cannot be saved ({cause(error)}); give the path of its checkpoint."
         ) from error
+    config = read_config(place)
+    if (opened_as := as_opened(config).get("model_type")) != config.get("model_type"):
+        raise CheckpointError(
+            f"The model is a {type(model).__name__}, but transformers opens what it saves as {opened_as}; load it with "
+            "an Auto class of transformers."
+        )
     found = _tokenizer(tokenizer, origin)
     if found is not None:
         found.save_pretrained(place)

@@ -10,6 +10,7 @@ from oneshot.checkpoint.model import Model, identify
 from oneshot.checkpoint.reader import IMPORTANCE_NAME, Checkpoint
 from oneshot.checkpoint.saved import peek_fingerprint, peek_saved
 from oneshot.checkpoint.stock import (
+    as_opened,
     attention_of,
     complete_config,
     complete_text_config,

@@ -38,7 +38,15 @@ from oneshot.checkpoint.nearest import nearest_family
 from oneshot.checkpoint.own_sizes import as_stock
 from oneshot.checkpoint.quantised import refuse_quantised
 from oneshot.checkpoint.reader import Checkpoint
-from oneshot.checkpoint.stock import complete_config, layer_kinds, stock_classes, stock_config, with_head, without_head
+from oneshot.checkpoint.stock import (
+    as_opened,
+    complete_config,
+    layer_kinds,
+    stock_classes,
+    stock_config,
+    with_head,
+    without_head,
+)
 from oneshot.checkpoint.tables import without_equal_head
 from oneshot.errors import CheckpointError, PlanError
 from oneshot.families import FAMILIES, UnknownFamilyError, find_family, is_text, text_of, with_text
@@ -193,6 +201,8 @@ def identify(checkpoint: Checkpoint) -> Model:
     family = _known_family(checkpoint.config)
     if family.text_module is None:
         read_shape(family, checkpoint.config, checkpoint.shapes)  # no class is made of senseless sizes
+        checkpoint = checkpoint.stating(**as_opened(checkpoint.config))
+        family = _known_family(checkpoint.config)
     checkpoint = _without_other_layers(_under_class_names(checkpoint, family), family)
     config, names = checkpoint.config, checkpoint.tensor_names
     family = as_stored(family, config, names)

@@ -50,6 +50,7 @@ TEXT_ENDINGS = (".json", ".jinja", ".txt", ".codes", ".tiktoken")
 MAX_LABELS = 10**6
 CONFIG_ENDING = "config.json"  # of files that may name code
 MODULES, OWN_MODULES = "modules.json", "sentence_transformers."
+BY_VERSION = "configuration_files"  # files of which transformers reads one by its own version instead of config.json
 
 
 def stored_file(folder: Path, name: str) -> Path:
@@ -152,7 +153,8 @@ def _existing(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
 def read_config(folder: Path) -> dict[str, Any]:
     """Read `config.json`.
 
-    Raises `CheckpointError` as `read_json`, and for entries that make transformers run code or build too much.
+    Raises `CheckpointError` as `read_json`, and for entries that make transformers run code, build too much or read
+    another file.
     """
     path = stored_file(folder, "config.json")
     config = read_json(path)
@@ -165,6 +167,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     labels = config.get("num_labels")
     if labels is not None and not (isinstance(labels, int) and 0 <= labels <= MAX_LABELS):
         raise CheckpointError(f"{path} states num_labels {labels!r}, which is not a sensible number; remove the entry.")
+    if BY_VERSION in config:
+        raise CheckpointError(
+            f"{path} states {BY_VERSION}, so transformers may read another file of the folder by its own version; put "
+            "the content of that file into config.json, without the entry."
+        )
     return config
 
 

@@ -5,6 +5,7 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import Any
 
@@ -42,6 +43,42 @@ def stock_classes(config: dict[str, Any]) -> tuple[Any, Any]:
         f"config.json states the class {str(stated)[:100]}, which is not supported for {config['model_type']}; give a "
         "model that predicts the next token (ForCausalLM), one without a head, or one that classifies."
     )
+
+
+def as_opened(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a config.json with the model type that transformers' `AutoConfig` makes of it.
+
+    For example, `AutoConfig` opens a Mistral that states `layer_types` as a Ministral. A class without a head or with
+    another one is then the class of that type. A config that `AutoConfig` cannot open stays as it is, for checks that
+    know the reasons.
+    """
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    model_type = _opened_type(json.dumps(config))
+    if model_type == config.get("model_type"):
+        return config
+    opened = config | {"model_type": model_type}
+    before, after = (CONFIG_MAPPING[one["model_type"]] for one in (config, opened))
+    for name in OTHER_CLASSES:
+        mapping: Any = getattr(transformers, name)
+        if {before, after} <= set(mapping.keys()) and mapping[before].__name__ == stated_class(config):
+            return opened | {"architectures": [mapping[after].__name__]}
+    return opened
+
+
+@lru_cache(maxsize=64)
+def _opened_type(config_json: str) -> Any:
+    from transformers import AutoConfig
+
+    config = json.loads(config_json)
+    config.pop("auto_map", None)  # names code, which is never run
+    with TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        try:
+            return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False).model_type
+        except Exception:  # of values of any kind, in many types
+            return config.get("model_type")
 
 
 def model_type_of(name: str) -> str:
@@ -314,19 +351,23 @@ def load_whole(model_class: Any, folder: Path, **options: Any) -> Any:
 
     So no pickle is read beside safetensors, and FP8 is dequantised. A model of images and text has its own class.
     """
+    from transformers import AutoConfig
+
     stated = read_config(folder)
     family = FAMILIES.get(stated.get("model_type", ""))
     if family is not None and family.text_module is not None:
         _, model_class = stock_classes(stated)
     if stated.get("quantization_config") is None:
         has_safetensors = any(folder.glob("*.safetensors"))
+        if family is not None:  # the class may be another one than the file's own type has
+            options["config"] = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         return model_class.from_pretrained(folder, local_files_only=True, use_safetensors=has_safetensors, **options)
     checkpoint = Checkpoint(folder)
     weights = checkpoint.read(checkpoint.shapes)
     if family is None:  # a class of this package
         config = model_class.config_class.from_dict(with_floats(checkpoint.config))
     else:
-        config = stock_config(checkpoint.config)
+        config = stock_config(as_opened(checkpoint.config))
     if hasattr(model_class, "from_config"):  # an auto class does not read weights without files
         with torch.device("meta"):
             model_class = type(model_class.from_config(config))

@@ -1,6 +1,5 @@
 """Models and tokenizers that are compared: loading them for inference, their latency, and one text for all."""
 
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -11,7 +10,8 @@ from typing import Any
 import torch
 
 from oneshot.architecture import StackShape
-from oneshot.checkpoint import Checkpoint, identify, load_whole, rounds_inputs
+from oneshot.checkpoint import Checkpoint, as_opened, identify, load_whole, rounds_inputs
+from oneshot.checkpoint.safe_files import read_config
 from oneshot.errors import CalibrationError
 from oneshot.export import model_classes, renamed_ranks, stated_shape
 from oneshot.report.display import progress_bar
@@ -26,7 +26,7 @@ def load_model(folder: Path, *, device: torch.device, dtype: torch.dtype | str) 
     A checkpoint with a modelling file is read by this package's own class. The file in the folder is not run. Weights
     that were quantised are dequantised, but where linears of compressed-tensors also round what they read.
     """
-    config = json.loads((folder / "config.json").read_text())
+    config = as_opened(read_config(folder))
     _, model_class = model_classes(config)
     older, stored = renamed_ranks(config), Checkpoint(folder)
     model: Any

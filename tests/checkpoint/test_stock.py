@@ -1,17 +1,27 @@
 """Configs and models of stock classes that are made from a config.json: asked for again, they are as new."""
 
+import json
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from types import FunctionType, MethodType
 from typing import Any
 
 import pytest
 import torch
+from damage import edit_config
+from factories import MakeCheckpoint, MakeConfig, build_model
 from families.cases import CASES
 from torch import nn
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, MistralForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from oneshot.checkpoint import copy_modules, per_layer_lists, sample_model, stock_config
-from oneshot.families import LLAMA
+import oneshot
+from oneshot.checkpoint import as_opened, copy_modules, open_model, per_layer_lists, sample_model, stock_config
+from oneshot.errors import CheckpointError
+from oneshot.evaluation.models import load_model
+from oneshot.families import FAMILIES, LLAMA
+from oneshot.pipeline import compress
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -81,3 +91,63 @@ def test_copied_modules_lead_to_no_other_modules(name: str) -> None:
     assert list(copied.state_dict()) == list(model.state_dict())
     for module in own:
         assert set(modules_in(vars(module))) <= own
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_config_is_what_transformers_opens(model_type: str, tmp_path: Path) -> None:
+    """`AutoConfig` takes some configs for another type than they state, by entries beside the type."""
+    plain = CONFIG_MAPPING[model_type]().to_dict() | {"model_type": model_type}
+    for config in (plain, plain | {"layer_types": None}, plain | {"auto_map": {"AutoConfig": "code.Config"}}):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        try:
+            expected = AutoConfig.from_pretrained(tmp_path, trust_remote_code=False).model_type
+        except AttributeError:  # kinds of layers that a class makes of other entries
+            expected = model_type
+        assert as_opened(config)["model_type"] == expected
+
+
+def mistral_by_layers(own_checkpoint: MakeCheckpoint, **options: Any) -> Path:
+    """Return a checkpoint that states the type of Mistral and `layer_types`: transformers opens it as a Ministral."""
+    kinds = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
+    folder = own_checkpoint(
+        family="ministral", layers=4, head_dim=8, sliding_window=7, tied=True, layer_types=kinds, **options
+    )
+    stated = json.loads((folder / "config.json").read_text())["architectures"][0].replace("Ministral", "Mistral")
+    edit_config(folder, model_type="mistral", architectures=[stated])
+    return folder
+
+
+@pytest.mark.parametrize("form", ["stock", "per-layer"])
+def test_windows_of_a_mistral_with_kinds_of_layers(
+    form: str, own_checkpoint: MakeCheckpoint, make_config: MakeConfig
+) -> None:
+    folder = mistral_by_layers(own_checkpoint)
+    output = Path(compress(make_config(folder, form=form, sparsity=0.0)).config["output"])
+    ids = torch.arange(3, 60).unsqueeze(0)
+    expected = AutoModelForCausalLM.from_pretrained(folder)(ids).logits
+    opened = AutoModelForCausalLM.from_pretrained(output, trust_remote_code=True)
+    torch.testing.assert_close(opened(ids).logits, expected)
+    for one in (folder, output):
+        loaded = load_model(one, device=torch.device("cpu"), dtype=torch.float32)
+        torch.testing.assert_close(loaded(ids).logits, expected)
+
+
+def test_a_mistral_with_kinds_of_layers_and_no_head(own_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
+    folder = mistral_by_layers(own_checkpoint, model_class="AutoModel")
+    output = compress(make_config(folder, form="stock", sparsity=0.0)).config["output"]
+    ids = torch.arange(3, 60).unsqueeze(0)
+    expected, found = (AutoModel.from_pretrained(one)(ids).last_hidden_state for one in (folder, output))
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_model_in_memory_that_opens_as_another_one_is_refused(tmp_path: Path) -> None:
+    model: MistralForCausalLM = build_model("mistral", sliding_window=7, layer_types=["full_attention"] * 2)
+    with pytest.raises(CheckpointError, match=r"MistralForCausalLM, but .* as ministral; load it with an Auto class"):
+        oneshot.compress(model, tmp_path / "out", calibration="builtin", sparsity=0.2)
+
+
+def test_another_config_by_transformers_version_is_refused(own_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    folder = own_checkpoint()
+    edit_config(folder, configuration_files=["config.4.0.0.json"])
+    with pytest.raises(CheckpointError, match=r"states configuration_files, .*; put the content of that file into"):
+        open_model(str(folder), tmp_path)
