@@ -40,6 +40,7 @@ def save_model(model: Any, tokenizer: Any, folder: Path) -> Path:
     place = folder / (Path(origin).name or type(model).__name__)
     saved = copy(model)  # with the same weights: saving notes the class and the dtype in the config
     saved.config = deepcopy(model.config)
+    saved.config._attn_implementation = "eager"  # not saved; with others no config is that states output_attentions
     try:
         with _without_bars():
             saved.save_pretrained(place)

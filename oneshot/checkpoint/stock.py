@@ -350,7 +350,17 @@ def load_whole(model_class: Any, folder: Path, **options: Any) -> Any:
     """Return what `model_class.from_pretrained` makes of a local folder, read as `Checkpoint` reads it.
 
     So no pickle is read beside safetensors, and FP8 is dequantised. A model of images and text has its own class.
+    The model names its outputs, also if the config states `return_dict: false`, with which classes of today fail.
     """
+    loaded = _loaded(model_class, folder, options)
+    model = loaded[0] if isinstance(loaded, tuple) else loaded  # beside what `output_loading_info` tells
+    for module in model.modules():
+        if hasattr(module, "config"):
+            module.config.return_dict = True
+    return loaded
+
+
+def _loaded(model_class: Any, folder: Path, options: dict[str, Any]) -> Any:
     from transformers import AutoConfig
 
     stated = read_config(folder)

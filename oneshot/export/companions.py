@@ -127,8 +127,9 @@ def empty_model(config: dict[str, Any]) -> Any:
 def _empty_model(config_json: str) -> Any:
     config = json.loads(config_json)
     config_class, model_class = model_classes(config)
+    stated = with_floats(config) | {"output_attentions": False}  # which this attention refuses to return
     with torch.device("meta"):
-        return model_class(config_class.from_dict(with_floats(config), attn_implementation=attention_of(model_class)))
+        return model_class(config_class.from_dict(stated, attn_implementation=attention_of(model_class)))
 
 
 def empty_tensors(config: dict[str, Any], experts: Experts | None = None) -> dict[str, torch.Tensor]:

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from damage import edit_config
 from datasets import Dataset
 from factories import MakeCheckpoint, build_model, topics
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM
 
 import oneshot
 from oneshot.errors import CalibrationError, CheckpointError, ConfigError, OneshotError, cause
@@ -52,6 +53,42 @@ def test_a_model_in_memory_gives_the_bytes_of_its_folder_and_stays_as_it_is(
     assert "in memory" in recipe
     report = json.loads((tmp_path / "from-memory" / "oneshot_report.json").read_text())
     assert Path(report["config"]["checkpoint"]).name == folder.name
+
+
+OUTPUT_FLAGS: list[dict[str, Any]] = [
+    {"output_attentions": True},
+    {"output_hidden_states": True},
+    {"return_dict": False},
+    {"use_cache": False},
+    {"torchscript": True},
+]
+
+
+@pytest.mark.parametrize("flag", OUTPUT_FLAGS, ids=str)
+@pytest.mark.parametrize("form", ["stock", "per-layer"])
+@pytest.mark.parametrize(("family", "auto_class"), [("llama", AutoModelForCausalLM), ("bert", AutoModel)])
+def test_what_a_config_says_of_outputs_changes_no_weights(
+    family: str,
+    auto_class: Any,
+    form: str,
+    flag: dict[str, Any],
+    own_checkpoint: MakeCheckpoint,
+    text_file: Path,
+    tmp_path: Path,
+    weights: Any,
+) -> None:
+    """Checkpoints that were saved from training state such flags; attention of today returns no weights."""
+    folder = own_checkpoint(family=family, model_class=auto_class.__name__, groups=4)
+    options: dict[str, Any] = {"calibration": text_file, **SMALL, **SIZES, "form": form}
+    oneshot.compress(folder, tmp_path / "plain", **options)
+    edit_config(folder, **flag)
+    for given, name in ((folder, "from-folder"), (auto_class.from_pretrained(folder), "from-memory")):
+        result = oneshot.compress(given, tmp_path / name, **options)
+        assert_same(weights("plain"), weights(name))
+        auto_class.from_pretrained(tmp_path / name, trust_remote_code=True)
+        if family == "llama":
+            scores, *_ = result.evaluate(text_file, max_windows=1, sequence_length=32, decode_tokens=2)
+            assert scores.perplexity
 
 
 def test_a_model_that_was_never_stored_needs_a_tokenizer(

@@ -1,6 +1,7 @@
 """Models of images and text: the language model is compressed as its family is, and all else is kept bit for bit."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -164,3 +165,15 @@ def test_an_unknown_language_model_is_refused(save_model: Callable[..., Path], t
     path.write_text(json.dumps(config | {"text_config": config["text_config"] | {"model_type": "opt"}}))
     with pytest.raises(CheckpointError, match="The language model of this llava is of the type opt"):
         open_model(str(folder), tmp_path)
+
+
+@pytest.mark.parametrize("flag", ["output_attentions", "output_hidden_states"])
+def test_what_a_wrapper_says_of_outputs(
+    flag: str, folder_of: Callable[[str], Path], make_config: MakeConfig, tmp_path: Path
+) -> None:
+    own_folder = shutil.copytree(folder_of("llava"), tmp_path / "llava")
+    config = json.loads((own_folder / "config.json").read_text())
+    config["text_config"][flag] = config[flag] = True
+    (own_folder / "config.json").write_text(json.dumps(config))
+    output = compress(make_config(own_folder, form="stock")).config["output"]
+    assert json.loads((Path(output) / "config.json").read_text())["text_config"][flag]
