@@ -26,9 +26,7 @@ from oneshot.families import COMPRESSED, COMPRESSED_MODEL_TYPE, LLAMA, NAS_MODEL
 # what configs of the per-layer form under Llama's names have of the input's config
 KEPT_KEYS = (
     "attention_dropout",
-    "bos_token_id",
     "dtype",
-    "eos_token_id",
     "hidden_act",
     "initializer_range",
     "max_position_embeddings",
@@ -37,6 +35,7 @@ KEPT_KEYS = (
     "rope_parameters",
     "use_cache",
 )
+ENDS = ("bos_token_id", "eos_token_id")  # which null leaves without a value, and Llama's class gives one
 # what families whose layers those classes hold call the dropout of a sublayer's output
 RESIDUAL_DROPOUT = {"opt": "dropout", "phi3": "resid_pdrop"}
 OF_RANGES = tuple(f"{table}_ranges" for table in TABLES)
@@ -47,9 +46,21 @@ FLAGS = ("attention_bias", "output_bias", "mlp_bias", "query_key_norms", "gated"
 Stated = tuple[dict[str, Any], StackShape]  # a config of the family's own class, and the result's sizes
 
 
-def kept_of_input(complete: dict[str, Any]) -> dict[str, Any]:
-    """Return what a config under Llama's names has of the input's complete config."""
+def kept_of_input(config: dict[str, Any], complete: dict[str, Any]) -> dict[str, Any]:
+    """Return what a config under Llama's names has of the input's, such as settings of generation.
+
+    Args:
+        config: as the input's file has it. transformers reads settings of generation there if no other file has them.
+        complete: with the defaults of the input's class.
+    """
+    from transformers import GenerationConfig, LlamaConfig
+
+    generation = {name: config[name] for name in vars(GenerationConfig()) if name in config and name[0] != "_"}
+    generation.pop("transformers_version", None)
+    default = LlamaConfig()
+    ends = {name: complete.get(name) for name in ENDS if name not in config}
     kept = {name: complete[name] for name in KEPT_KEYS if complete.get(name) is not None}
+    kept |= generation | {name: token for name, token in ends.items() if token != getattr(default, name)}
     dropout = complete.get(RESIDUAL_DROPOUT.get(complete["model_type"], "residual_dropout"))
     return kept | ({"residual_dropout": dropout} if dropout else {})
 
@@ -120,8 +131,8 @@ def _nemotron_nas(config: dict[str, Any]) -> Stated:
 
 def _as_llama(config: dict[str, Any], stack: StackShape) -> dict[str, Any]:
     """Return the config of a class with Llama's layers; sizes are the largest."""
-    of_input = kept_of_input(config) | {"model_type": LLAMA.model_type}  # which Llama's config class reads
-    kept, layers = kept_of_input(complete_config(of_input)), stack.layers
+    of_input = kept_of_input(config, config) | {"model_type": LLAMA.model_type}  # which Llama's config class reads
+    kept, layers = kept_of_input(of_input, complete_config(of_input)), stack.layers
     flags = {tuple(getattr(layer, name) for name in FLAGS) for layer in layers}
     if len(flags) > 1:
         raise ValueError("layers have different biases or norms")

@@ -65,7 +65,7 @@ class NemotronNasForm(LlamaLayers):
 def nemotron_nas_config(config: dict[str, Any], shape: ModelShape, stack: StackShape) -> dict[str, Any]:
     """Return the config.json of a Nemotron-NAS checkpoint from the dense model's config and the new sizes."""
     complete, first = complete_config(config), stack.layers[0]
-    kept = kept_of_input(complete)
+    kept = kept_of_input(config, complete)
     rotary = complete["rope_parameters"]
     by_factor = all(layer.intermediate_size % WIDTH_STEP == 0 for layer in stack.layers)
     # engines that do not know rope_parameters read the older keys

@@ -52,7 +52,7 @@ class PerLayerForm(LlamaLayers):
 def per_layer_config(config: dict[str, Any], shape: ModelShape, stack: StackShape) -> dict[str, Any]:
     """Return the config.json of a per-layer checkpoint from the dense model's config and the new sizes."""
     complete, stated = complete_config(config), global_sizes(stack)
-    kept = kept_of_input(complete)
+    kept = kept_of_input(config, complete)
     if shape.layer_norms:
         kept |= {"hidden_act": complete["activation_function"], "rms_norm_eps": LAYER_NORM_EPSILON}
     return (

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from damage import edit_config
 from factories import MakeCheckpoint, MakeConfig
+from transformers import AutoModelForCausalLM
 
 from oneshot.checkpoint import Checkpoint, stock_config
 from oneshot.errors import OutputError
@@ -164,6 +166,55 @@ def test_every_file_of_the_input_is_copied(own_checkpoint: MakeCheckpoint, make_
     written = {path.relative_to(output).as_posix() for path in output.rglob("*") if path.is_file()}
     assert set(further) <= written
     assert not written & {"weights.bin.index.txt", "train.py", "events.out"}
+
+
+# Settings of generation, which older checkpoints have in config.json alone
+
+GENERATION: dict[str, dict[str, Any]] = {
+    "settings": {
+        "max_length": 33,
+        "do_sample": True,
+        "temperature": 0.2,
+        "repetition_penalty": 1.7,
+        "num_beams": 3,
+        "min_p": 0.1,
+        "output_hidden_states": True,
+        "bad_words_ids": [[5]],
+    },
+    "null": {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None},
+    "several": {"eos_token_id": [5, 6]},
+    "not stated": {"bos_token_id": "removed", "eos_token_id": "removed", "pad_token_id": "removed"},
+}
+
+
+@pytest.mark.parametrize(
+    ("stated", "family"),
+    [
+        *((stated, family) for stated in GENERATION for family in ("llama", "qwen2")),
+        *(
+            (stated, "opt") for stated in GENERATION if stated != "not stated"
+        ),  # the form states defaults of other classes
+    ],
+)
+def test_a_result_writes_by_the_inputs_settings(
+    stated: str, family: str, own_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    folder = own_checkpoint(family=family, tied=True)
+    (folder / "generation_config.json").unlink()
+    edit_config(folder, **GENERATION[stated])
+    expected = AutoModelForCausalLM.from_pretrained(folder)
+    ends = ("bos_token_id", "eos_token_id", "pad_token_id")
+    forms = ["per-layer"] if family == "opt" else ["stock", "per-layer", "nemotron-nas"]
+    for form in forms:
+        compress(make_config(folder, form=form, sparsity=0.1, output=tmp_path / form))
+    if family != "opt":
+        compress(make_config(tmp_path / "per-layer", form="per-layer", output=tmp_path / "again"))
+        forms.append("again")
+    for form in forms:
+        found = AutoModelForCausalLM.from_pretrained(tmp_path / form, trust_remote_code=True)
+        assert found.generation_config.to_dict() == expected.generation_config.to_dict(), form
+        if stated != "not stated":
+            assert [getattr(found.config, name) for name in ends] == [getattr(expected.config, name) for name in ends]
 
 
 # The place of the result
