@@ -13,7 +13,7 @@ from huggingface_hub.errors import NotASafetensorsRepoError
 from oneshot.checkpoint.gguf import convert_gguf, open_gguf
 from oneshot.checkpoint.model import Model, identify
 from oneshot.checkpoint.reader import INDICES, WEIGHT_NAMES, Checkpoint, read_weight_map
-from oneshot.checkpoint.safe_files import check_readable, read_config
+from oneshot.checkpoint.safe_files import MODULE_WEIGHTS, check_readable, module_folders, read_config
 from oneshot.errors import CheckpointError, cause
 
 SMALL_PATTERNS = ["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "bpe.codes"]
@@ -119,9 +119,16 @@ def is_hub_name(checkpoint: str) -> bool:
 def download(name: str, revision: str | None) -> Path:
     """Fetch a checkpoint and return its folder: the small files, then the weight files in transformers' order.
 
+    Weights of modules of sentence-transformers come between both.
+
     Raises `CheckpointError` if it cannot be fetched.
     """
     folder = _fetched(name, revision, SMALL_PATTERNS)
+    for place in module_folders(folder):
+        for weights in MODULE_WEIGHTS:
+            _fetched(name, revision, [f"{place}/{weights}"])
+            if (folder / place / weights).exists():
+                break
     for file in WEIGHT_NAMES:
         index = file if file in INDICES else None
         if index is None:

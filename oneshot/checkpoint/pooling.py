@@ -17,17 +17,9 @@ NEUTRAL = ("Transformer", "Pooling", "Normalize")  # what llama.cpp also does, o
 def pooling_of(folder: Path) -> str | None:
     """Return the kind of pooling that a folder of sentence-transformers states, such as `mean`; None for other folders.
 
-    Raises `CheckpointError` for files that cannot be read, and for other modules or kinds than these.
+    Raises `CheckpointError` for files that cannot be read, and for other kinds than these.
     """
-    if not (folder / MODULES).exists():
-        return None
-    path = stored_file(folder, MODULES)
-    try:
-        modules = {str(one["type"]).rpartition(".")[2]: str(one["path"]) for one in json.loads(path.read_text("utf-8"))}
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise CheckpointError(f"{path} is not a list of modules ({cause(error)}); download it again.") from error
-    if (further := sorted(modules.keys() - set(NEUTRAL))) != []:
-        raise CheckpointError(f"{path} has the module {further[0][:100]}; only {', '.join(NEUTRAL)} are known here.")
+    modules = _modules(folder)
     if "Pooling" not in modules:
         return None
     place = stored_file(folder, f"{modules['Pooling']}/config.json")
@@ -38,6 +30,25 @@ def pooling_of(folder: Path) -> str | None:
     if found is None:
         raise CheckpointError(f"{place} states {' and '.join(kinds)[:100]}; only {', '.join(FLAGS)} are known here.")
     return found
+
+
+def further_modules(folder: Path) -> list[str]:
+    """Return the modules of a folder of sentence-transformers that change its embeddings beside the pooling, sorted.
+
+    Raises `CheckpointError` for a file that cannot be read.
+    """
+    return sorted(_modules(folder).keys() - set(NEUTRAL))
+
+
+def _modules(folder: Path) -> dict[str, str]:
+    """Return the paths of the modules of sentence-transformers by their kinds; none for other folders."""
+    if not (folder / MODULES).exists():
+        return {}
+    path = stored_file(folder, MODULES)
+    try:
+        return {str(one["type"]).rpartition(".")[2]: str(one["path"]) for one in json.loads(path.read_text("utf-8"))}
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(f"{path} is not a list of modules ({cause(error)}); download it again.") from error
 
 
 def write_pooling(folder: Path, kind: str, hidden_size: int) -> None:

@@ -20,7 +20,7 @@ from oneshot.checkpoint.dtypes import DTYPES, ITEM_BYTES
 from oneshot.checkpoint.quantised import NOT_QUANTISED, QuantisedWeight, QuantisedWeights
 from oneshot.checkpoint.quantised_kinds import find_quantised
 from oneshot.checkpoint.read_log import ReadLog
-from oneshot.checkpoint.safe_files import check_readable, read_config, read_json, stored_file
+from oneshot.checkpoint.safe_files import check_readable, module_weights, read_config, read_json, stored_file
 from oneshot.checkpoint.torch_file import TorchFile
 from oneshot.errors import CheckpointError, cause
 
@@ -63,6 +63,9 @@ class Checkpoint:
             raise CheckpointError(f"{folder} holds an adapter; merge it into the model, or remove adapter_config.json.")
         self.config = read_config(folder)
         check_readable(folder)
+        for file in module_weights(folder):  # which are copied
+            with _open_shard(folder, file):
+                pass
         stated = self._find_shards()
         self._shard_of: dict[str, str] = {}
         self.has_values = True

@@ -50,6 +50,7 @@ TEXT_ENDINGS = (".json", ".jinja", ".txt", ".codes", ".tiktoken")
 MAX_LABELS = 10**6
 CONFIG_ENDING = "config.json"  # of files that may name code
 MODULES, OWN_MODULES = "modules.json", "sentence_transformers."
+MODULE_WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # sentence-transformers reads the first one that exists
 BY_VERSION = "configuration_files"  # files of which transformers reads one by its own version instead of config.json
 
 
@@ -128,8 +129,35 @@ def _check_text(path: Path) -> None:
 
 
 def companion_files(folder: Path) -> list[Path]:
-    """Return the tokenizer, chat template, generation config, pooling and licence files. Raises as `stored_file`."""
-    return _existing(folder, COMPANION_FILES)
+    """Return the tokenizer, chat template, generation config, pooling and licence files.
+
+    Modules of sentence-transformers behind the pooling, such as a linear, also have weights there.
+
+    Raises as `stored_file`.
+    """
+    modules = [f"{place}/{CONFIG_ENDING}" for place in module_folders(folder)]
+    of_modules = [name for name in modules if os.path.lexists(folder / name)] + module_weights(folder)
+    return sorted({*_existing(folder, COMPANION_FILES), *(stored_file(folder, name) for name in of_modules)})
+
+
+def module_folders(folder: Path) -> list[str]:
+    """Return the folders of the modules of sentence-transformers, without the one of the model itself.
+
+    There are none if `modules.json` is damaged, which `check_readable` refuses.
+    """
+    try:
+        modules = json.loads((folder / MODULES).read_text(encoding="utf-8"))
+        places = [str(module["path"]) for module in modules]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return []
+    return [place for place in places if (folder / place).resolve() != folder.resolve()]
+
+
+def module_weights(folder: Path) -> list[str]:
+    """Return the weight files of the modules of sentence-transformers, as names in the folder."""
+    files = ([f"{place}/{name}" for name in MODULE_WEIGHTS] for place in module_folders(folder))
+    stored = ([name for name in names if os.path.lexists(folder / name)] for names in files)
+    return [names[0] for names in stored if names]
 
 
 def config_hash(folder: Path) -> str:

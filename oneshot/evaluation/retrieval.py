@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from oneshot.checkpoint.pooling import pooling_of
+from oneshot.checkpoint.pooling import further_modules, pooling_of
 from oneshot.errors import CalibrationError, CheckpointError
 from oneshot.evaluation.examples import Examples, Inputs, Reading, text_of
 
@@ -91,6 +91,12 @@ class Retrieval(Examples):
 def _pooling(folder: Path) -> str:
     """Return what `embed` makes embeddings of: what the files of sentence-transformers state, or else the mean."""
     try:
+        if further := further_modules(folder):
+            logger.warning(
+                "The embeddings are what the pooling gives, because oneshot does not apply the module %s of %s.",
+                " and ".join(further)[:100],
+                folder,
+            )
         return pooling_of(folder) or "mean"
     except CheckpointError as error:
         logger.warning("The embeddings are means over tokens, because %s", error)

@@ -89,7 +89,7 @@ def write_companions(source: Path, folder: Path, config: dict[str, Any], *, dtyp
     (folder / "config.json").write_text(json.dumps(with_older_keys(config), indent=2) + "\n")
     for path in companion_files(source):
         place = folder / path.relative_to(source)
-        place.parent.mkdir(exist_ok=True)
+        place.parent.mkdir(parents=True, exist_ok=True)
         _copy_without_code(path, place)
     if config.get("model_type") != read_config(source).get("model_type"):
         keep_tokenizer(source, folder)

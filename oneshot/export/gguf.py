@@ -22,7 +22,8 @@ from oneshot.checkpoint.gguf_architectures import KV_HEADS, tensor_name_map
 from oneshot.checkpoint.gguf_config import HEAD_SIZES, OWN_SIZES, ROTARY_SIZE
 from oneshot.checkpoint.gguf_rotary import FACTORS, interleave, reason_against_rotary, rotary_factors, rotary_metadata
 from oneshot.checkpoint.layout import Place
-from oneshot.checkpoint.pooling import KINDS, pooling_of
+from oneshot.checkpoint.pooling import KINDS, NEUTRAL, further_modules, pooling_of
+from oneshot.checkpoint.safe_files import MODULES
 from oneshot.config import SaveDtype
 from oneshot.errors import CheckpointError, OutputError, PlanError
 from oneshot.export.form import Form
@@ -149,9 +150,18 @@ def vocabulary_of(model: Model) -> Vocabulary:
 
 
 def _pooling(model: Model) -> str | None:
-    """Return how an embedding model pools its last states; None for other models. Raises as `pooling_of`."""
+    """Return how an embedding model pools its last states; None for other models.
+
+    Raises `CheckpointError` as `pooling_of`, and for modules that llama.cpp does not have.
+    """
     source = model.checkpoint
-    return source.pooling if isinstance(source, GgufCheckpoint) else pooling_of(source.folder)
+    if isinstance(source, GgufCheckpoint):
+        return source.pooling
+    if further := further_modules(source.folder):
+        raise CheckpointError(
+            f"{source.folder / MODULES} has the module {further[0][:100]}; only {', '.join(NEUTRAL)} are known here."
+        )
+    return pooling_of(source.folder)
 
 
 def with_all_ffns(stack: StackShape) -> StackShape:

@@ -104,3 +104,23 @@ def test_only_weights_that_are_read_are_fetched(
     assert locate.download(NAME, None) == tmp_path
     fetched = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.suffix not in ("", ".json")}
     assert fetched == set(wanted)
+
+
+@pytest.mark.parametrize("weights", ["model.safetensors", "pytorch_model.bin"])
+def test_weights_of_modules_are_fetched(weights: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from huggingface_hub.utils import filter_repo_objects
+
+    modules = [{"path": path, "type": "sentence_transformers.models.Dense"} for path in ("", "1_Pooling", "2_Dense")]
+    files = ["modules.json", "model.safetensors", "1_Pooling/config.json", "2_Dense/config.json", "3/model.safetensors"]
+    files += ["2_Dense/pytorch_model.bin", f"2_Dense/{weights}"]
+
+    def snapshot(name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        for file in filter_repo_objects(files, allow_patterns=allow_patterns):
+            (tmp_path / file).parent.mkdir(exist_ok=True)
+            (tmp_path / file).write_text(json.dumps(modules if file == "modules.json" else {}))
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    locate.download(NAME, None)
+    fetched = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.suffix not in ("", ".json")}
+    assert fetched == {"model.safetensors", f"2_Dense/{weights}"}

@@ -1,14 +1,17 @@
 """Embedding models between folders of sentence-transformers and GGUF files: how they pool their last states."""
 
+import filecmp
 import json
 import shutil
 from pathlib import Path
 
 import gguf
 import pytest
+import torch
 from factories import MakeCheckpoint, MakeConfig
+from safetensors.torch import save_file
 
-from oneshot.checkpoint import locate_checkpoint
+from oneshot.checkpoint import locate_checkpoint, open_model
 from oneshot.checkpoint.gguf_file import GgufModel
 from oneshot.checkpoint.pooling import pooling_of, write_pooling
 from oneshot.errors import CheckpointError, PlanError
@@ -68,3 +71,61 @@ def test_further_modules_are_refused(own_checkpoint: MakeCheckpoint, make_config
     ):
         predict(make_config(folder, form="gguf"))
     assert predict(make_config(folder, output=f"{folder}-stock")).result_bytes > 0
+
+
+def with_modules(folder: Path, places: list[str]) -> list[str]:
+    """Add a pooling and modules with weights at these places, as sentence-transformers saves them; return the files."""
+    write_pooling(folder, "cls", 32)
+    path, files = folder / "modules.json", ["modules.json", "1_Pooling/config.json"]
+    dense = [{"idx": n, "path": place, "type": "sentence_transformers.models.Dense"} for n, place in enumerate(places)]
+    path.write_text(json.dumps([*json.loads(path.read_text()), *dense]))
+    for place in places:
+        (folder / place).mkdir(parents=True)
+        (folder / place / "config.json").write_text('{"in_features": 32, "out_features": 8}')
+        save_file({"linear.weight": torch.randn(8, 32)}, folder / place / "model.safetensors")
+        files += [f"{place}/config.json", f"{place}/model.safetensors"]
+    return files
+
+
+@pytest.mark.parametrize("form", ["stock", "per-layer"])
+def test_modules_with_weights_are_copied(
+    form: str, own_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    """As Dense of LaBSE and of EmbeddingGemma; the names of the folders are what modules.json says."""
+    folder = own_checkpoint(family="bert", model_class="BertModel", groups=4)
+    files = with_modules(folder, ["2_Dense", "3_Dense", "further/dense"])
+    torch.save({"linear.weight": torch.zeros(8, 32)}, folder / "3_Dense" / "pytorch_model.bin")  # the safetensors count
+    (folder / "2_Dense" / "README.md").write_text("not a part of the model")
+    torch.save({"linear.weight": torch.zeros(8, 32)}, folder / "further" / "dense" / "pytorch_model.bin")
+    (folder / "further" / "dense" / "model.safetensors").unlink()
+    files = [name.replace("dense/model.safetensors", "dense/pytorch_model.bin") for name in files]
+    compress(make_config(folder, form=form, output=tmp_path / "result"))
+    for name in files:
+        assert filecmp.cmp(folder / name, tmp_path / "result" / name, shallow=False), name
+    written = {path.relative_to(tmp_path / "result") for path in (tmp_path / "result").rglob("*/*") if path.is_file()}
+    assert {str(path) for path in written} == set(files) - {"modules.json"}
+
+
+def test_weights_of_modules_that_cannot_be_read_are_refused(own_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    folder = own_checkpoint(family="bert", model_class="BertModel", groups=4)
+    with_modules(folder, ["2_Dense"])
+    weights, pickled = folder / "2_Dense" / "model.safetensors", folder / "2_Dense" / "pytorch_model.bin"
+    weights.write_bytes(weights.read_bytes()[:-8])
+    with pytest.raises(CheckpointError, match=r"2_Dense/model.safetensors is damaged or truncated"):
+        open_model(str(folder), tmp_path)
+    weights.unlink()
+    torch.save({"linear.weight": print}, pickled)
+    with pytest.raises(CheckpointError, match=r"2_Dense/pytorch_model.bin is damaged, or a pickle that may run code"):
+        open_model(str(folder), tmp_path)
+    pickled.unlink()
+    weights.symlink_to("/etc/hostname")
+    with pytest.raises(CheckpointError, match=r"2_Dense/model.safetensors leads to .*, outside the checkpoint"):
+        open_model(str(folder), tmp_path)
+
+
+@pytest.mark.parametrize("place", ["../beside", "{parent}/beside"])
+def test_modules_outside_the_checkpoint_are_refused(place: str, own_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    folder = own_checkpoint(family="bert", model_class="BertModel", groups=4)
+    with_modules(folder, [place.format(parent=folder.parent)])
+    with pytest.raises(CheckpointError, match=r"outside the checkpoint; copy the file into the folder"):
+        open_model(str(folder), tmp_path)

@@ -353,6 +353,19 @@ def test_question_answering(save: Callable[[Any], Path], write: Write) -> None:
     assert examples.numbers(found[1], None) == pytest.approx(dense)
 
 
+def test_further_modules_are_told(save: Callable[[Any], Path], write: Write, caplog: pytest.LogCaptureFixture) -> None:
+    """They follow the pooling, which is the stated one."""
+    folders = two_models(save, "bert", "BertModel")
+    source = write([{"question": text[:30], "passage": text} for text in TEXTS])
+    write_pooling(folders[0], "cls", 32)
+    expected = measures(folders, source)
+    path = folders[0] / "modules.json"
+    dense = {"path": "2_Dense", "type": "sentence_transformers.models.Dense"}
+    path.write_text(json.dumps([*json.loads(path.read_text()), dense]))
+    assert measures(folders, source) == expected
+    assert "oneshot does not apply the module Dense of" in caplog.text
+
+
 def test_other_poolings_are_told(save: Callable[[Any], Path], write: Write, caplog: pytest.LogCaptureFixture) -> None:
     folders = two_models(save, "bert", "BertModel")
     source = write([{"question": text[:30], "passage": text} for text in TEXTS])
