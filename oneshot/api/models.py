@@ -1,18 +1,23 @@
 """A model in memory, written to a folder that a run reads layer by layer, as any other checkpoint."""
 
+import logging
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy, deepcopy
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import snapshot_download
+
 from oneshot.checkpoint import as_opened
-from oneshot.checkpoint.safe_files import read_config
+from oneshot.checkpoint.safe_files import check_readable, other_companions, read_config
 from oneshot.errors import CalibrationError, CheckpointError, cause
 from oneshot.machine.shared import shared_by_threads
 from oneshot.text import load_tokenizer
 
+logger = logging.getLogger(__name__)
 CARD = "README.md"
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -20,7 +25,8 @@ HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 def save_model(model: Any, tokenizer: Any, folder: Path) -> Path:
     """Write a model of transformers and its tokenizer into a folder of `folder`; return that folder.
 
-    The model stays as it is. It is written in its own dtype, one file of 5 GB after the other.
+    The model stays as it is. It is written in its own dtype, one file of 5 GB after the other. If the checkpoint that
+    it came from is on this machine, the files beside those weights are copied, such as the licence and the pooling.
 
     Args:
         model: a `PreTrainedModel`. tokenizer: with `save_pretrained`, or a path or hub name; None: the one that lies
@@ -57,11 +63,40 @@ def save_model(model: Any, tokenizer: Any, folder: Path) -> Path:
     found = _tokenizer(tokenizer, origin)
     if found is not None:
         found.save_pretrained(place)
+    source = _folder_of(origin, getattr(model.config, "_commit_hash", None))
     if HUB_NAME.fullmatch(origin) and not Path(origin).exists():
         (place / CARD).write_text(f"---\nbase_model: {origin}\n---\n", encoding="utf-8")
-    elif (Path(origin) / CARD).is_file():
-        (place / CARD).write_bytes((Path(origin) / CARD).read_bytes())
+    elif source is not None and (source / CARD).is_file():
+        (place / CARD).write_bytes((source / CARD).read_bytes())
+    if source is not None:
+        _copy_companions(source, place)
     return place
+
+
+def _folder_of(origin: str, commit: str | None) -> Path | None:
+    """Return the local folder that a model came from, which the hub's cache may have; None without one."""
+    if origin and Path(origin).is_dir():
+        return Path(origin)
+    if not HUB_NAME.fullmatch(origin):
+        return None
+    try:
+        return Path(snapshot_download(origin, revision=commit, local_files_only=True))
+    except (OSError, ValueError):  # it is not in the cache
+        return None
+
+
+def _copy_companions(source: Path, place: Path) -> None:
+    """Copy what lies beside a checkpoint and belongs neither to its weights nor to its tokenizer."""
+    try:
+        check_readable(source)
+        companions = other_companions(source)
+    except CheckpointError as error:  # the model itself is at hand
+        logger.warning("The files beside the checkpoint of the model are left out, because %s", error)
+        return
+    for path in companions:
+        copied = place / path.relative_to(source)
+        copied.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, copied)
 
 
 @shared_by_threads

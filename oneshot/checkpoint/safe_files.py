@@ -16,8 +16,8 @@ from oneshot.errors import CheckpointError, cause
 from oneshot.machine.durable import checksum
 
 LEGAL_FILES = ("LICENSE*", "NOTICE*", "USE_POLICY*")  # which no loader reads
-# Copied as they are beside the compressed weights.
-COMPANION_FILES = (
+# Copied as they are beside the compressed weights. The model or the tokenizer writes the first ones when it is saved.
+WRITING_FILES = (
     "generation_config.json",
     "chat_template.jinja",
     "chat_template.json",
@@ -31,6 +31,8 @@ COMPANION_FILES = (
     "vocab.json",
     "vocab.txt",
     "tokenizer*",
+)
+OTHER_FILES = (
     "preprocessor_config.json",  # of images
     "processor_config.json",
     "video_preprocessor_config.json",
@@ -41,6 +43,7 @@ COMPANION_FILES = (
     "[0-9]*_*/config.json",
     *LEGAL_FILES,
 )
+COMPANION_FILES = (*WRITING_FILES, *OTHER_FILES)
 # Read by us or by transformers, whose tokenizers look for many names.
 READ_FILES = (*COMPANION_FILES, "*.json", "*.txt", "*.jinja", "additional_chat_templates/*")
 MAX_JSON_BYTES = 100 * 2**20
@@ -129,7 +132,12 @@ def _check_text(path: Path) -> None:
 
 
 def companion_files(folder: Path) -> list[Path]:
-    """Return the tokenizer, chat template, generation config, pooling and licence files.
+    """Return the tokenizer, chat template, generation config, pooling and licence files. Raises as `stored_file`."""
+    return sorted({*_existing(folder, WRITING_FILES), *other_companions(folder)})
+
+
+def other_companions(folder: Path) -> list[Path]:
+    """Return the companion files that belong neither to generation nor to the tokenizer.
 
     Modules of sentence-transformers behind the pooling, such as a linear, also have weights there.
 
@@ -137,7 +145,7 @@ def companion_files(folder: Path) -> list[Path]:
     """
     modules = [f"{place}/{CONFIG_ENDING}" for place in module_folders(folder)]
     of_modules = [name for name in modules if os.path.lexists(folder / name)] + module_weights(folder)
-    return sorted({*_existing(folder, COMPANION_FILES), *(stored_file(folder, name) for name in of_modules)})
+    return sorted({*_existing(folder, OTHER_FILES), *(stored_file(folder, name) for name in of_modules)})
 
 
 def module_folders(folder: Path) -> list[str]:

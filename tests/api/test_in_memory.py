@@ -12,16 +12,18 @@ import torch
 from damage import edit_config
 from datasets import Dataset
 from factories import MakeCheckpoint, build_model, topics
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import AutoModel, AutoModelForCausalLM
 
 import oneshot
+from oneshot.checkpoint.pooling import write_pooling
 from oneshot.errors import CalibrationError, CheckpointError, ConfigError, OneshotError, cause
 from oneshot.text import load_text
 
 SMALL: dict[str, Any] = {"sparsity": 0.2, "form": "stock", "device": "cpu", "dtype": "float32", "progress": False}
 SMALL |= {"batch_size": 16}
+DENSE = "sentence_transformers.models.Dense"
 SIZES = {"num_sequences": 16, "sequence_length": 32}
 TEXTS = [topics(start, start + 1) for start in range(12)]
 
@@ -53,6 +55,86 @@ def test_a_model_in_memory_gives_the_bytes_of_its_folder_and_stays_as_it_is(
     assert "in memory" in recipe
     report = json.loads((tmp_path / "from-memory" / "oneshot_report.json").read_text())
     assert Path(report["config"]["checkpoint"]).name == folder.name
+
+
+BESIDE = {
+    "LICENSE": "a licence",
+    "preprocessor_config.json": "{}",
+    "config_sentence_transformers.json": '{"similarity_fn_name": "cosine"}',
+    "README.md": "---\nlicense: mit\n---\n",
+}
+
+
+@pytest.fixture
+def with_files_beside(own_checkpoint: MakeCheckpoint) -> Path:
+    """A sentence encoder with a pooling, a linear behind it, a licence, a card and the file of a processor."""
+    folder = own_checkpoint(family="bert", model_class="BertModel", groups=4)
+    write_pooling(folder, "cls", 32)
+    modules = [*json.loads((folder / "modules.json").read_text()), {"path": "2_Dense", "type": DENSE}]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "2_Dense").mkdir()
+    (folder / "2_Dense" / "config.json").write_text("{}")
+    save_file({"linear.weight": torch.zeros(2, 32)}, folder / "2_Dense" / "model.safetensors")
+    for name, content in BESIDE.items():
+        (folder / name).write_text(content)
+    return folder
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    """Return the files of a result that tell neither of its run nor of where its tokenizer was."""
+    told = ("report.html", "oneshot_report.json", "recipe.yaml", "README.md", "tokenizer_config.json")
+    paths = [path for path in folder.rglob("*") if path.is_file() and path.name not in told]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
+def test_what_lies_beside_the_checkpoint_of_a_model_in_memory_is_copied(
+    with_files_beside: Path, text_file: Path, tmp_path: Path
+) -> None:
+    for given, name in ((with_files_beside, "path"), (AutoModel.from_pretrained(with_files_beside), "memory")):
+        oneshot.compress(given, tmp_path / name, calibration=text_file, **SMALL, **SIZES)
+        assert "license: mit" in (tmp_path / name / "README.md").read_text()
+    found = files_in(tmp_path / "memory")
+    assert found == files_in(tmp_path / "path")
+    assert {"LICENSE", "modules.json", "1_Pooling/config.json", "2_Dense/model.safetensors"} <= found.keys()
+
+
+def test_the_cache_of_the_hub_also_has_them(
+    with_files_beside: Path, tokenizer: Any, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = AutoModel.from_pretrained(with_files_beside)
+    place, commit = tmp_path / "cache" / "models--someone--model" / "snapshots", "a" * 40
+    place.mkdir(parents=True)
+    with_files_beside.rename(place / commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    options: dict[str, Any] = {"calibration": text_file, "tokenizer": tokenizer, **SMALL, **SIZES}
+    for known in (commit, "b" * 40):
+        model.config._name_or_path, model.config._commit_hash = "someone/model", known
+        oneshot.compress(model, tmp_path / known, **options)
+        assert (tmp_path / known / "2_Dense" / "model.safetensors").exists() == (known == commit)
+        assert (tmp_path / known / "LICENSE").exists() == (known == commit)
+
+
+def test_files_that_cannot_be_read_beside_a_model_in_memory_are_told(
+    with_files_beside: Path, text_file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (with_files_beside / "LICENSE").unlink()
+    (with_files_beside / "LICENSE").symlink_to("/etc/hostname")
+    model = AutoModel.from_pretrained(with_files_beside)
+    oneshot.compress(model, tmp_path / "out", calibration=text_file, **SMALL, **SIZES)
+    assert "LICENSE leads to" in caplog.text
+    assert not {"LICENSE", "modules.json"} & files_in(tmp_path / "out").keys()
+
+
+def test_a_model_that_was_never_stored_has_no_card(
+    tokenizer: Any, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder of the process is not where it came from."""
+    for name, content in BESIDE.items():
+        (tmp_path / name).write_text(content)
+    monkeypatch.chdir(tmp_path)
+    oneshot.compress(build_model(), tmp_path / "out", tokenizer=tokenizer, calibration=text_file, **SMALL, **SIZES)
+    assert not BESIDE.keys() - {"README.md"} & files_in(tmp_path / "out").keys()
+    assert "license: mit" not in (tmp_path / "out" / "README.md").read_text()
 
 
 OUTPUT_FLAGS: list[dict[str, Any]] = [
