@@ -19,7 +19,7 @@ from oneshot.architecture.stated_shapes import nemotron_nas_shape, per_layer_sha
 from oneshot.checkpoint.compressed import again
 from oneshot.checkpoint.low_rank import LowRank, multiplied
 from oneshot.checkpoint.reader import Checkpoint
-from oneshot.checkpoint.stock import complete_config, model_type_of, resized_config
+from oneshot.checkpoint.stock import complete_config, model_type_of, resized_config, settings_of_generation
 from oneshot.errors import CheckpointError, cause
 from oneshot.families import COMPRESSED, COMPRESSED_MODEL_TYPE, LLAMA, NAS_MODEL_TYPE, RESIZED_MODEL_TYPE, find_family
 
@@ -53,14 +53,10 @@ def kept_of_input(config: dict[str, Any], complete: dict[str, Any]) -> dict[str,
         config: as the input's file has it. transformers reads settings of generation there if no other file has them.
         complete: with the defaults of the input's class.
     """
-    from transformers import GenerationConfig, LlamaConfig
-
-    generation = {name: config[name] for name in vars(GenerationConfig()) if name in config and name[0] != "_"}
-    generation.pop("transformers_version", None)
-    default = LlamaConfig()
+    default = complete_config({"model_type": LLAMA.model_type})
     ends = {name: complete.get(name) for name in ENDS if name not in config}
     kept = {name: complete[name] for name in KEPT_KEYS if complete.get(name) is not None}
-    kept |= generation | {name: token for name, token in ends.items() if token != getattr(default, name)}
+    kept |= settings_of_generation(config) | {name: end for name, end in ends.items() if end != default[name]}
     dropout = complete.get(RESIDUAL_DROPOUT.get(complete["model_type"], "residual_dropout"))
     return kept | ({"residual_dropout": dropout} if dropout else {})
 

@@ -171,6 +171,14 @@ def entries_of_all_classes() -> set[str]:
     return set(PretrainedConfig().to_dict())
 
 
+def settings_of_generation(config: dict[str, Any]) -> dict[str, Any]:
+    """Return what a config.json states of generation, such as `max_length` and tokens, also as null."""
+    from transformers import GenerationConfig
+
+    names = {name for name in vars(GenerationConfig()) if not name.startswith("_")} - {"transformers_version"}
+    return {name: value for name, value in config.items() if name in names}
+
+
 def complete_text_config(family: Description, config: dict[str, Any]) -> dict[str, Any]:
     """Return what a config.json states of the language model, with the defaults of its class."""
     complete = config | complete_config(config)
