@@ -212,16 +212,17 @@ def openings(seed: int, known: Sequence[Language] = ()) -> Iterator[str]:
     """Yield beginnings of documents without end, in a seeded order: every form with every topic, and other languages.
 
     Each language that is `known` has as many as a form, and all of them together at most `OTHER_LANGUAGES` of these.
-    They follow each other in turn, so that a short text has many.
+    They follow each other in turn and stand at equal distances, so that a short text has many, and no more than its
+    share of them.
     """
     every = [
         form.format(Topic=topic[0].upper() + topic[1:], topic=topic) for form, topic in itertools.product(FORMS, TOPICS)
     ]
-    count = min(len(known) * len(TOPICS), int(OTHER_LANGUAGES * len(every)))
-    every += [""] * count
     random.Random(seed).shuffle(every)
-    others = openings_of(known, count)
-    return itertools.cycle([opening or next(others) for opening in every])
+    count = min(len(known) * len(TOPICS), int(OTHER_LANGUAGES * len(every)))
+    total, english, others = len(every) + count, iter(every), openings_of(known, count)
+    is_other = [(place + 1) * count // total > place * count // total for place in range(total)]
+    return itertools.cycle([next(others if other else english) for other in is_other])
 
 
 def levels(seed: int, num_tokens: int) -> Iterator[torch.Tensor]:
