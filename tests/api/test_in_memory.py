@@ -284,10 +284,17 @@ def test_a_list_of_files_is_the_files_and_never_their_names(
     [
         ([Path("missing.txt")], "missing.txt does not exist"),
         (["missing.txt", "given.txt"], "missing.txt does not exist"),
-        (["given.txt", Path("given.txt"), "A text."], "given.txt names a file and is no text; give a list of files"),
-        ({"given.txt"}, "given.txt names a file and is no text"),
-        ({Path("given.txt")}, "given.txt names a file and is no text"),
-        ([Path("one+two.txt"), Path("given.txt")], "one\\+two.txt has a plus sign in its name"),
+        (
+            ["given.txt", Path("given.txt"), "A text."],
+            "given.txt names a source and is no text; give a list of sources",
+        ),
+        ({"given.txt"}, "given.txt names a source and is no text"),
+        (["builtin", "c4", "org/name"], "builtin names a source and is no text"),
+        ({Path("given.txt")}, "given.txt names a source and is no text"),
+        (
+            [Path("one+two.txt"), Path("given.txt")],
+            "one\\+two.txt has a plus sign, .* an element of its own",
+        ),
     ],
     ids=str,
 )
