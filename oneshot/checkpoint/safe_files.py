@@ -150,7 +150,8 @@ def read_modules(folder: Path) -> list[tuple[str, Path]]:
 
     Every path is below the folder, or the folder itself (`Path()`).
 
-    Raises as `stored_file`, and `CheckpointError` for a damaged file, for code, and for a path that leaves the folder.
+    Raises as `stored_file`, and `CheckpointError` for a damaged file, for code, for a path that leaves the folder, and
+    for a model that has a folder of its own.
     """
     if not os.path.lexists(folder / MODULES):
         return []
@@ -173,6 +174,11 @@ def read_modules(folder: Path) -> list[tuple[str, Path]]:
             raise CheckpointError(
                 f"{path} states the path {str(place)[:100]!r}, which is not the name of a folder of the checkpoint; "
                 "download it again, or remove it."
+            )
+        if kind.endswith("Transformer") and place != Path():
+            raise CheckpointError(
+                f"{path} states that the model lies in {place}, so its weights would stay as they are; move the files "
+                'of that folder beside modules.json, and state the path "" there.'
             )
     return modules
 

@@ -151,3 +151,18 @@ def test_what_is_not_a_list_of_modules_is_refused(
             CheckpointError, match=r"modules.json is not JSON with a list of modules \(.*\); download it"
         ):
             reads()
+
+
+def test_a_model_that_sentence_transformers_reads_elsewhere_is_refused(
+    own_checkpoint: MakeCheckpoint, tmp_path: Path
+) -> None:
+    """Its weights would be copied as a module's. In older repositories they lie in `0_Transformer`, without a copy."""
+    folder = own_checkpoint(family="bert", model_class="BertModel", groups=4)
+    shutil.copytree(folder, folder / "0_Transformer")
+    modules = [module("0_Transformer", "Transformer"), module("1_Pooling", "Pooling")]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    with pytest.raises(CheckpointError, match=r"the model lies in 0_Transformer, so its .*, and state the path \"\""):
+        open_model(str(folder), tmp_path)
+    assert open_model(str(folder / "0_Transformer"), tmp_path).shape.num_hidden_layers
+    (folder / "modules.json").write_text(json.dumps([module("", "Transformer")]))
+    assert open_model(str(folder), tmp_path).shape.num_hidden_layers
