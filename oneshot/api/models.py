@@ -9,7 +9,8 @@ from copy import copy, deepcopy
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
+from huggingface_hub import constants
+from huggingface_hub.file_download import repo_folder_name
 
 from oneshot.checkpoint import as_opened
 from oneshot.checkpoint.safe_files import check_readable, other_companions, read_config
@@ -27,6 +28,7 @@ def save_model(model: Any, tokenizer: Any, folder: Path) -> Path:
 
     The model stays as it is. It is written in its own dtype, one file of 5 GB after the other. If the checkpoint that
     it came from is on this machine, the files beside those weights are copied, such as the licence and the pooling.
+    If the hub's cache has several revisions of it, a warning says that they are left out.
 
     Args:
         model: a `PreTrainedModel`. tokenizer: with `save_pretrained`, or a path or hub name; None: the one that lies
@@ -63,7 +65,7 @@ def save_model(model: Any, tokenizer: Any, folder: Path) -> Path:
     found = _tokenizer(tokenizer, origin)
     if found is not None:
         found.save_pretrained(place)
-    source = _folder_of(origin, getattr(model.config, "_commit_hash", None))
+    source = _folder_of(origin)
     if HUB_NAME.fullmatch(origin) and not Path(origin).exists():
         (place / CARD).write_text(f"---\nbase_model: {origin}\n---\n", encoding="utf-8")
     elif source is not None and (source / CARD).is_file():
@@ -73,16 +75,26 @@ def save_model(model: Any, tokenizer: Any, folder: Path) -> Path:
     return place
 
 
-def _folder_of(origin: str, commit: str | None) -> Path | None:
-    """Return the local folder that a model came from, which the hub's cache may have; None without one."""
+def _folder_of(origin: str) -> Path | None:
+    """Return the local folder that a model came from, which the hub's cache may have; None without one.
+
+    A model does not tell its revision, so the cache counts if it has one of the repository.
+    """
     if origin and Path(origin).is_dir():
         return Path(origin)
     if not HUB_NAME.fullmatch(origin):
         return None
-    try:
-        return Path(snapshot_download(origin, revision=commit, local_files_only=True))
-    except (OSError, ValueError):  # it is not in the cache
-        return None
+    snapshots = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=origin, repo_type="model") / "snapshots"
+    found = [path for path in snapshots.iterdir() if path.is_dir()] if snapshots.is_dir() else []
+    if len(found) == 1:
+        return found[0]
+    logger.warning(
+        "The files beside the checkpoint of the model are left out, because the hub's cache has %d revisions of %s "
+        "instead of one; load the model from a folder to have them copied.",
+        len(found),
+        origin,
+    )
+    return None
 
 
 def _copy_companions(source: Path, place: Path) -> None:
