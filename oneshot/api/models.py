@@ -1,5 +1,6 @@
 """A model in memory, written to a folder that a run reads layer by layer, as any other checkpoint."""
 
+import json
 import logging
 import re
 import shutil
@@ -13,7 +14,7 @@ from huggingface_hub import constants
 from huggingface_hub.file_download import repo_folder_name
 
 from oneshot.checkpoint import as_opened
-from oneshot.checkpoint.safe_files import check_readable, other_companions, read_config
+from oneshot.checkpoint.safe_files import check_readable, other_companions
 from oneshot.errors import CalibrationError, CheckpointError, cause
 from oneshot.machine.shared import shared_by_threads
 from oneshot.text import load_tokenizer
@@ -48,20 +49,17 @@ def save_model(model: Any, tokenizer: Any, folder: Path) -> Path:
     place = folder / (Path(origin).name or type(model).__name__)
     saved = copy(model)  # with the same weights: saving notes the class and the dtype in the config
     saved.config = deepcopy(model.config)
-    saved.config._attn_implementation = "eager"  # not saved; with others no config is that states output_attentions
-    try:
-        with _without_bars():
-            saved.save_pretrained(place)
-    except Exception as error:  # transformers raises many unrelated types; the cause is named and chained
-        raise CheckpointError(
-            f"The model cannot be saved ({cause(error)}); give the path of its checkpoint."
-        ) from error
-    config = read_config(place)
+    # not saved; other implementations refuse a config that states output_attentions
+    saved.config._attn_implementation = "eager"
+    with _saving():
+        config = json.loads(saved.config.to_json_string()) | {"architectures": [type(model).__name__]}
     if (opened_as := as_opened(config).get("model_type")) != config.get("model_type"):
         raise CheckpointError(
             f"The model is a {type(model).__name__}, but transformers opens what it saves as {opened_as}; load it with "
             "an Auto class of transformers."
         )
+    with _saving(), _without_bars():
+        saved.save_pretrained(place)
     found = _tokenizer(tokenizer, origin)
     if found is not None:
         found.save_pretrained(place)
@@ -109,6 +107,17 @@ def _copy_companions(source: Path, place: Path) -> None:
         copied = place / path.relative_to(source)
         copied.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, copied)
+
+
+@contextmanager
+def _saving() -> Iterator[None]:
+    """Raise `CheckpointError` for whatever transformers raises when it saves a model."""
+    try:
+        yield
+    except Exception as error:  # transformers raises many unrelated types; the cause is named and chained
+        raise CheckpointError(
+            f"The model cannot be saved ({cause(error)}); give the path of its checkpoint."
+        ) from error
 
 
 @shared_by_threads
