@@ -33,6 +33,8 @@ def parse_setting(text: str) -> tuple[str, Any]:
     key = key.strip().replace("-", "_")
     known = settings()
     if not separator or key not in known:
+        if key in FLAGS:
+            raise ConfigError(f"--set {text} is not understood: {key} has an option of its own; give {FLAGS[key]}.")
         hint = did_you_mean(key, known) if separator else "."
         raise ConfigError(f"--set {text} is not understood; write key=value with a key of --help-methods{hint}")
     return key, parse_value(key, value.strip(), get_type_hints(known[key])[key])

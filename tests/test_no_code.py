@@ -168,7 +168,8 @@ def test_a_config_of_any_length_is_read_to_its_depth(length: int, own_checkpoint
 def test_modules_that_are_code_are_refused(own_checkpoint: MakeCheckpoint) -> None:
     """sentence-transformers runs them if the code of the result may run."""
     folder = own_checkpoint()
-    modules = [{"type": "sentence_transformers.models.Transformer"}, {"type": "some-org/harmless--custom_st.Pooling"}]
+    named = {"": "sentence_transformers.models.Transformer", "1_Pooling": "some-org/harmless--custom_st.Pooling"}
+    modules = [{"path": path, "type": kind} for path, kind in named.items()]
     (folder / "modules.json").write_text(json.dumps(modules))
     with pytest.raises(
         CheckpointError, match=r"modules.json names code \(some-org/harmless--custom_st.Pooling\), which is never run"

@@ -72,8 +72,8 @@ def compress(
             on texts of several kinds. Give one of the four.
         calibration: text like the one that the model will read: a source as on the command line (default `"c4"`), a
             path, a list of strings or of chats, a `datasets.Dataset`, a `DataLoader`, or token ids `(sequences,
-            length)`. A list of paths, or of strings that all name files, gives the files, which are read as sources
-            that are joined by `+`. Beside one text also an eighth of `"builtin"` is read, unless it is a file that is
+            length)`. A list of paths, of names of files and of short names of data sets is read as these sources,
+            joined by `+`. Beside one text also an eighth of `"builtin"` is read, unless it is a file that is
             named twice, `"my.jsonl+my.jsonl"`, or token ids.
         form: `auto`, `stock`, `per-layer`, `nemotron-nas` or `gguf`.
         recipe: a named method.

@@ -21,8 +21,9 @@ def evaluate(model: Any, text: Any = (), *, baseline: Any = None, tokenizer: Any
     Args:
         model: a folder, a `.gguf` file, a name on the hub, or a model of transformers.
         baseline: the same.
-        text: a source as on the command line, a list of such sources, or text in memory as `compress` takes it for
-            calibration. Without text and tasks a model that writes text is measured on the built-in text.
+        text: a source as on the command line, a list of files and of short names of data sets, or text in memory as
+            `compress` takes it for calibration. Without text and tasks a model that writes text is measured on the
+            built-in text.
         tokenizer: tokenizer of models in memory; None: the one that lies where the model came from.
         options: as on the command line, with underscores, such as `sequence_length`, `max_windows`, `tasks`, `dtype`.
 

@@ -1,5 +1,6 @@
 """A model in memory, written to a folder that a run reads layer by layer, as any other checkpoint."""
 
+import json
 import logging
 import re
 import shutil
@@ -9,10 +10,11 @@ from copy import copy, deepcopy
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
+from huggingface_hub import constants
+from huggingface_hub.file_download import repo_folder_name
 
 from oneshot.checkpoint import as_opened
-from oneshot.checkpoint.safe_files import check_readable, other_companions, read_config
+from oneshot.checkpoint.safe_files import check_readable, other_companions
 from oneshot.errors import CalibrationError, CheckpointError, cause
 from oneshot.machine.shared import shared_by_threads
 from oneshot.text import load_tokenizer
@@ -27,6 +29,7 @@ def save_model(model: Any, tokenizer: Any, folder: Path) -> Path:
 
     The model stays as it is. It is written in its own dtype, one file of 5 GB after the other. If the checkpoint that
     it came from is on this machine, the files beside those weights are copied, such as the licence and the pooling.
+    If the hub's cache has several revisions of it, a warning says that they are left out.
 
     Args:
         model: a `PreTrainedModel`. tokenizer: with `save_pretrained`, or a path or hub name; None: the one that lies
@@ -46,24 +49,21 @@ def save_model(model: Any, tokenizer: Any, folder: Path) -> Path:
     place = folder / (Path(origin).name or type(model).__name__)
     saved = copy(model)  # with the same weights: saving notes the class and the dtype in the config
     saved.config = deepcopy(model.config)
-    saved.config._attn_implementation = "eager"  # not saved; with others no config is that states output_attentions
-    try:
-        with _without_bars():
-            saved.save_pretrained(place)
-    except Exception as error:  # transformers raises many unrelated types; the cause is named and chained
-        raise CheckpointError(
-            f"The model cannot be saved ({cause(error)}); give the path of its checkpoint."
-        ) from error
-    config = read_config(place)
+    # not saved; other implementations refuse a config that states output_attentions
+    saved.config._attn_implementation = "eager"
+    with _saving():
+        config = json.loads(saved.config.to_json_string()) | {"architectures": [type(model).__name__]}
     if (opened_as := as_opened(config).get("model_type")) != config.get("model_type"):
         raise CheckpointError(
             f"The model is a {type(model).__name__}, but transformers opens what it saves as {opened_as}; load it with "
             "an Auto class of transformers."
         )
+    with _saving(), _without_bars():
+        saved.save_pretrained(place)
     found = _tokenizer(tokenizer, origin)
     if found is not None:
         found.save_pretrained(place)
-    source = _folder_of(origin, getattr(model.config, "_commit_hash", None))
+    source = _folder_of(origin)
     if HUB_NAME.fullmatch(origin) and not Path(origin).exists():
         (place / CARD).write_text(f"---\nbase_model: {origin}\n---\n", encoding="utf-8")
     elif source is not None and (source / CARD).is_file():
@@ -73,16 +73,26 @@ def save_model(model: Any, tokenizer: Any, folder: Path) -> Path:
     return place
 
 
-def _folder_of(origin: str, commit: str | None) -> Path | None:
-    """Return the local folder that a model came from, which the hub's cache may have; None without one."""
+def _folder_of(origin: str) -> Path | None:
+    """Return the local folder that a model came from, which the hub's cache may have; None without one.
+
+    A model does not tell its revision, so the cache counts if it has one of the repository.
+    """
     if origin and Path(origin).is_dir():
         return Path(origin)
     if not HUB_NAME.fullmatch(origin):
         return None
-    try:
-        return Path(snapshot_download(origin, revision=commit, local_files_only=True))
-    except (OSError, ValueError):  # it is not in the cache
-        return None
+    snapshots = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=origin, repo_type="model") / "snapshots"
+    found = [path for path in snapshots.iterdir() if path.is_dir()] if snapshots.is_dir() else []
+    if len(found) == 1:
+        return found[0]
+    logger.warning(
+        "The files beside the checkpoint of the model are left out, because the hub's cache has %d revisions of %s "
+        "instead of one; load the model from a folder to have them copied.",
+        len(found),
+        origin,
+    )
+    return None
 
 
 def _copy_companions(source: Path, place: Path) -> None:
@@ -97,6 +107,17 @@ def _copy_companions(source: Path, place: Path) -> None:
         copied = place / path.relative_to(source)
         copied.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, copied)
+
+
+@contextmanager
+def _saving() -> Iterator[None]:
+    """Raise `CheckpointError` for whatever transformers raises when it saves a model."""
+    try:
+        yield
+    except Exception as error:  # transformers raises many unrelated types; the cause is named and chained
+        raise CheckpointError(
+            f"The model cannot be saved ({cause(error)}); give the path of its checkpoint."
+        ) from error
 
 
 @shared_by_threads

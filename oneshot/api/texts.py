@@ -73,7 +73,10 @@ def joined(sources: Sequence[str]) -> str:
     name = "+".join(sources)
     if split_sources(name) != [*sources]:
         odd = next(source for source in sources if "+" in source)
-        raise CalibrationError(f"{odd} has a plus sign in its name, which joins sources; rename it.")
+        raise CalibrationError(
+            f"{odd} has a plus sign, which joins sources; rename the file, or give every "
+            "source as an element of its own."
+        )
     return name
 
 
@@ -141,8 +144,10 @@ def _given_rows(items: Iterable[Any]) -> Iterator[dict[str, Any]]:
 
 def _row(item: Any) -> dict[str, Any]:
     """Return the row of a file of JSON lines that holds a text, a chat or a row."""
-    if isinstance(item, os.PathLike) or (isinstance(item, str) and names_file(item)):
-        raise CalibrationError(f"{os.fspath(item)} names a file and is no text; give a list of files alone, or text.")
+    if _is_source(item):
+        raise CalibrationError(
+            f"{os.fspath(item)} names a source and is no text; give a list of sources alone, or text."
+        )
     if isinstance(item, str):
         return {"text": item}
     if isinstance(item, Mapping):

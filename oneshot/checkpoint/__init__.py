@@ -17,6 +17,7 @@ from oneshot.checkpoint.stock import (
     copy_modules,
     load_whole,
     make_buffers,
+    name_outputs_,
     per_layer_lists,
     reason_against_config,
     resized_config,

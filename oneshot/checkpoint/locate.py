@@ -121,14 +121,14 @@ def download(name: str, revision: str | None) -> Path:
 
     Weights of modules of sentence-transformers come between both.
 
-    Raises `CheckpointError` if it cannot be fetched.
+    Raises `CheckpointError` if it cannot be fetched, and as `read_modules`.
     """
     folder = _fetched(name, revision, SMALL_PATTERNS)
-    for place in module_folders(folder):
-        for weights in MODULE_WEIGHTS:
-            _fetched(name, revision, [f"{place}/{weights}"])
-            if (folder / place / weights).exists():
-                break
+    lacking = module_folders(folder)
+    for weights in MODULE_WEIGHTS:
+        if lacking:
+            _fetched(name, revision, [f"{place}/{weights}" for place in lacking])
+        lacking = [place for place in lacking if not (folder / place / weights).exists()]
     for file in WEIGHT_NAMES:
         index = file if file in INDICES else None
         if index is None:

@@ -54,7 +54,7 @@ def kept_of_input(config: dict[str, Any], complete: dict[str, Any]) -> dict[str,
         complete: with the defaults of the input's class.
     """
     default = complete_config({"model_type": LLAMA.model_type})
-    ends = {name: complete.get(name) for name in ENDS if name not in config}
+    ends = {name: complete[name] for name in ENDS if name in complete and name not in config}
     kept = {name: complete[name] for name in KEPT_KEYS if complete.get(name) is not None}
     kept |= settings_of_generation(config) | {name: end for name, end in ends.items() if end != default[name]}
     dropout = complete.get(RESIDUAL_DROPOUT.get(complete["model_type"], "residual_dropout"))

@@ -1,10 +1,9 @@
 """How sentence-transformers makes the embedding of a text of the last states, and the same in a GGUF file."""
 
-import json
 from pathlib import Path
 
-from oneshot.checkpoint.safe_files import MODULES, read_json, stored_file
-from oneshot.errors import CheckpointError, cause
+from oneshot.checkpoint.safe_files import MODULES, read_json, read_modules, stored_file
+from oneshot.errors import CheckpointError
 from oneshot.json_text import json_text
 
 KINDS = {1: "mean", 2: "cls", 3: "lasttoken"}
@@ -22,7 +21,7 @@ def pooling_of(folder: Path) -> str | None:
     modules = _modules(folder)
     if "Pooling" not in modules:
         return None
-    place = stored_file(folder, f"{modules['Pooling']}/config.json")
+    place = stored_file(folder, str(modules["Pooling"] / "config.json"))
     stated = read_json(place)
     kinds = [name for name, value in stated.items() if name.startswith("pooling_mode_") and value is True]
     kinds = kinds or [str(stated.get("pooling_mode"))]
@@ -40,15 +39,9 @@ def further_modules(folder: Path) -> list[str]:
     return sorted(_modules(folder).keys() - set(NEUTRAL))
 
 
-def _modules(folder: Path) -> dict[str, str]:
+def _modules(folder: Path) -> dict[str, Path]:
     """Return the paths of the modules of sentence-transformers by their kinds; none for other folders."""
-    if not (folder / MODULES).exists():
-        return {}
-    path = stored_file(folder, MODULES)
-    try:
-        return {str(one["type"]).rpartition(".")[2]: str(one["path"]) for one in json.loads(path.read_text("utf-8"))}
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise CheckpointError(f"{path} is not a list of modules ({cause(error)}); download it again.") from error
+    return {kind.rpartition(".")[2]: place for kind, place in read_modules(folder)}
 
 
 def write_pooling(folder: Path, kind: str, hidden_size: int) -> None:

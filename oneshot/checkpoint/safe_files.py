@@ -123,16 +123,13 @@ def _check_text(path: Path) -> None:
         raise CheckpointError(f"{path} is not an object or a list of JSON; download it again, or remove it.")
     if is_config and _deeper_than(content, MAX_JSON_DEPTH):
         raise CheckpointError(f"{path} is nested too deeply; download it again, or remove it.")
-    for module in content if path.name == MODULES and isinstance(content, list) else ():
-        named = str(module.get("type") if isinstance(module, dict) else module)
-        if not named.startswith(OWN_MODULES):
-            raise CheckpointError(
-                f"{path} names code ({named[:100]}), which is never run; remove the file if you trust the rest."
-            )
 
 
 def companion_files(folder: Path) -> list[Path]:
-    """Return the tokenizer, chat template, generation config, pooling and licence files. Raises as `stored_file`."""
+    """Return the tokenizer, chat template, generation config, pooling and licence files.
+
+    Raises as `other_companions`.
+    """
     return sorted({*_existing(folder, WRITING_FILES), *other_companions(folder)})
 
 
@@ -141,29 +138,65 @@ def other_companions(folder: Path) -> list[Path]:
 
     Modules of sentence-transformers behind the pooling, such as a linear, also have weights there.
 
-    Raises as `stored_file`.
+    Raises as `stored_file` and `read_modules`.
     """
-    modules = [f"{place}/{CONFIG_ENDING}" for place in module_folders(folder)]
+    modules = [str(place / CONFIG_ENDING) for place in module_folders(folder)]
     of_modules = [name for name in modules if os.path.lexists(folder / name)] + module_weights(folder)
     return sorted({*_existing(folder, OTHER_FILES), *(stored_file(folder, name) for name in of_modules)})
 
 
-def module_folders(folder: Path) -> list[str]:
+def read_modules(folder: Path) -> list[tuple[str, Path]]:
+    """Return the type and the path of each module of sentence-transformers; none for other folders.
+
+    Every path is below the folder, or the folder itself (`Path()`).
+
+    Raises as `stored_file`, and `CheckpointError` for a damaged file, for code, for a path that leaves the folder, and
+    for a model that has a folder of its own.
+    """
+    if not os.path.lexists(folder / MODULES):
+        return []
+    path = stored_file(folder, MODULES)
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise ValueError(f"it is larger than {MAX_JSON_BYTES >> 20} MiB")
+        stated = json.loads(path.read_text(encoding="utf-8"))
+        modules = [(str(module["type"]), Path(module["path"])) for module in stated]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path} is not JSON with a list of modules ({cause(error)}); download it again, or remove it."
+        ) from error
+    for kind, place in modules:
+        if not kind.startswith(OWN_MODULES):
+            raise CheckpointError(
+                f"{path} names code ({kind[:100]}), which is never run; remove the file if you trust the rest."
+            )
+        if place.is_absolute() or ".." in place.parts or not str(place).isprintable():
+            raise CheckpointError(
+                f"{path} states the path {str(place)[:100]!r}, which is not the name of a folder of the checkpoint; "
+                "download it again, or remove it."
+            )
+        if kind.endswith("Transformer") and place != Path():
+            raise CheckpointError(
+                f"{path} states that the model lies in {place}, so its weights would stay as they are; move the files "
+                'of that folder beside modules.json, and state the path "" there.'
+            )
+    return modules
+
+
+def module_folders(folder: Path) -> list[Path]:
     """Return the folders of the modules of sentence-transformers, without the one of the model itself.
 
-    There are none if `modules.json` is damaged, which `check_readable` refuses.
+    Raises as `read_modules`.
     """
-    try:
-        modules = json.loads((folder / MODULES).read_text(encoding="utf-8"))
-        places = [str(module["path"]) for module in modules]
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
-        return []
-    return [place for place in places if (folder / place).resolve() != folder.resolve()]
+    return [place for _, place in read_modules(folder) if place != Path()]
 
 
 def module_weights(folder: Path) -> list[str]:
-    """Return the weight files of the modules of sentence-transformers, as names in the folder."""
-    files = ([f"{place}/{name}" for name in MODULE_WEIGHTS] for place in module_folders(folder))
+    """Return the weight files of the modules of sentence-transformers, as names in the folder.
+
+    Raises as `read_modules`.
+    """
+    files = ([str(place / name) for name in MODULE_WEIGHTS] for place in module_folders(folder))
     stored = ([name for name in names if os.path.lexists(folder / name)] for names in files)
     return [names[0] for names in stored if names]
 

@@ -358,14 +358,18 @@ def load_whole(model_class: Any, folder: Path, **options: Any) -> Any:
     """Return what `model_class.from_pretrained` makes of a local folder, read as `Checkpoint` reads it.
 
     So no pickle is read beside safetensors, and FP8 is dequantised. A model of images and text has its own class.
-    The model names its outputs, also if the config states `return_dict: false`, with which classes of today fail.
+    The model names its outputs, as by `name_outputs_`.
     """
     loaded = _loaded(model_class, folder, options)
-    model = loaded[0] if isinstance(loaded, tuple) else loaded  # beside what `output_loading_info` tells
+    name_outputs_(loaded[0] if isinstance(loaded, tuple) else loaded)  # beside what `output_loading_info` tells
+    return loaded
+
+
+def name_outputs_(model: Any) -> None:
+    """Let a model name its outputs, also with the config's `return_dict: false`, with which classes of today fail."""
     for module in model.modules():
         if hasattr(module, "config"):
             module.config.return_dict = True
-    return loaded
 
 
 def _loaded(model_class: Any, folder: Path, options: dict[str, Any]) -> Any:

@@ -16,6 +16,7 @@ from oneshot.tasks import ALL_BUILTIN, builtin_tasks, refuse_unknown
 
 def build_parser(prog: str = "oneshot evaluate") -> argparse.ArgumentParser:
     """Return the parser of all options."""
+    usual = EvaluationOptions()
     parser = Parser(
         prog,
         "CHECKPOINT --baseline DENSE [options]",
@@ -41,10 +42,16 @@ def build_parser(prog: str = "oneshot evaluate") -> argparse.ArgumentParser:
         help=f"what the model is asked: {', '.join(get_args(Kind))} (default: what the class in config.json is for)",
     )
     parser.add_argument(
-        "--batch-size", type=int, default=8, help="examples at a time, for encoders and T5 (default: %(default)s)"
+        "--batch-size",
+        type=int,
+        default=usual.batch_size,
+        help="examples at a time, for encoders and T5 (default: %(default)s)",
     )
     parser.add_argument(
-        "--sequence-length", type=int, default=1024, help="tokens in a window or of an example (default: %(default)s)"
+        "--sequence-length",
+        type=int,
+        default=usual.sequence_length,
+        help="tokens in a window or of an example (default: %(default)s)",
     )
     parser.add_argument(
         "--max-windows",
@@ -70,7 +77,7 @@ def build_parser(prog: str = "oneshot evaluate") -> argparse.ArgumentParser:
     parser.add_argument(
         "--decode-tokens",
         type=int,
-        default=32,
+        default=usual.decode_tokens,
         help="tokens of the timed decoding; 0 leaves latency out (default: %(default)s)",
     )
     add_device(parser, "auto")

@@ -35,7 +35,7 @@ def evaluate(
 
     Args:
         checkpoints: folders, `.gguf` files and names on the hub.
-        texts: sources; one name is one source.
+        texts: sources.
         baseline: the checkpoint to compare with; None: none.
         revision: branch, tag or commit of the checkpoints' hub names; None: the main branch.
         baseline_revision: the same of the baseline's.
@@ -44,7 +44,6 @@ def evaluate(
     Raises a subclass of `OneshotError` for everything that a user can mend.
     """
     asked = EvaluationOptions.of(**options)
-    texts = [texts] if isinstance(texts, str) else texts
     if baseline is None and baseline_revision is not None:
         raise ConfigError(f"--baseline-revision {baseline_revision} needs a --baseline; give one, or leave it out.")
     for text in texts:

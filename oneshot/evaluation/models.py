@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from oneshot.architecture import StackShape
-from oneshot.checkpoint import Checkpoint, as_opened, identify, load_whole, rounds_inputs
+from oneshot.checkpoint import Checkpoint, as_opened, identify, load_whole, name_outputs_, rounds_inputs
 from oneshot.checkpoint.safe_files import read_config
 from oneshot.errors import CalibrationError
 from oneshot.export import model_classes, renamed_ranks, stated_shape
@@ -38,6 +38,7 @@ def load_model(folder: Path, *, device: torch.device, dtype: torch.dtype | str) 
         model = model_class.from_pretrained(folder, local_files_only=True, dtype=dtype)
     else:
         model = load_whole(model_class, folder, dtype=dtype)
+    name_outputs_(model)
     _save_with_code(model)
     return model.to(device).eval()
 

@@ -61,10 +61,10 @@ def stored_dtype(given: Any) -> torch.dtype | str:
     Raises `ConfigError` for anything else.
     """
     name = full_dtype(str(given))
-    dtype = getattr(torch, name, None)
-    if name == "auto" or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        return name if dtype is None else dtype
-    raise ConfigError(f"--dtype {given} is not one of {', '.join(NAMES)}{did_you_mean(name, NAMES)}")
+    if name not in NAMES:
+        raise ConfigError(f"--dtype {given} is not one of {', '.join(NAMES)}{did_you_mean(name, NAMES)}")
+    dtype: torch.dtype | str = name if name == "auto" else getattr(torch, name)
+    return dtype
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:

@@ -237,7 +237,7 @@ def _table_rows(path: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def _separator(path: Path) -> str:
-    """Return what is between the columns of a CSV file: a comma, if the first line has none a semicolon or a tab."""
+    """Return what separates the columns of a CSV file: a comma, or a semicolon or tab without commas in line 1."""
     with path.open(encoding="utf-8-sig", errors="replace") as file:
         header = file.readline(PIECE_BYTES)
     return "," if "," in header else max(",;\t", key=header.count)

@@ -184,7 +184,6 @@ def _check_columns(path: Path, columns: Sequence[str]) -> None:
 def _file_documents(source: str, seed: int | None, second: str, render: ChatRenderer | None) -> Iterable[Pair]:
     path, columns = file_of(source)
     check_file(path)
-    _check_columns(path, columns)
     if ending_of(path.name) in TEXTS:
         return ((_checked(piece, source), None) for piece in text_pieces(path, seed))
     odd = OddRecords(str(path))

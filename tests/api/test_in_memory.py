@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
@@ -99,19 +100,30 @@ def test_what_lies_beside_the_checkpoint_of_a_model_in_memory_is_copied(
 
 
 def test_the_cache_of_the_hub_also_has_them(
-    with_files_beside: Path, tokenizer: Any, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    with_files_beside: Path,
+    tokenizer: Any,
+    text_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    model = AutoModel.from_pretrained(with_files_beside)
-    place, commit = tmp_path / "cache" / "models--someone--model" / "snapshots", "a" * 40
-    place.mkdir(parents=True)
-    with_files_beside.rename(place / commit)
+    """A model that transformers opened does not tell its revision, so there may be only one in the cache."""
+    place, commits = tmp_path / "cache" / "models--someone--model", ["a" * 40, "b" * 40]
+    for commit in commits:
+        shutil.copytree(with_files_beside, place / "snapshots" / commit)
+    (place / "refs").mkdir()
+    (place / "refs" / "main").write_text(commits[0])
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     options: dict[str, Any] = {"calibration": text_file, "tokenizer": tokenizer, **SMALL, **SIZES}
-    for known in (commit, "b" * 40):
-        model.config._name_or_path, model.config._commit_hash = "someone/model", known
-        oneshot.compress(model, tmp_path / known, **options)
-        assert (tmp_path / known / "2_Dense" / "model.safetensors").exists() == (known == commit)
-        assert (tmp_path / known / "LICENSE").exists() == (known == commit)
+    copied = {"LICENSE", "2_Dense/model.safetensors"}
+    oneshot.compress(AutoModel.from_pretrained("someone/model", revision=commits[1]), tmp_path / "of two", **options)
+    assert not copied & files_in(tmp_path / "of two").keys()
+    assert "the hub's cache has 2 revisions of someone/model instead of one; load the model from a" in caplog.text
+    caplog.clear()
+    shutil.rmtree(place / "snapshots" / commits[0])
+    oneshot.compress(AutoModel.from_pretrained("someone/model", revision=commits[1]), tmp_path / "of one", **options)
+    assert copied <= files_in(tmp_path / "of one").keys()
+    assert "left out" not in caplog.text
 
 
 def test_files_that_cannot_be_read_beside_a_model_in_memory_are_told(
@@ -284,10 +296,17 @@ def test_a_list_of_files_is_the_files_and_never_their_names(
     [
         ([Path("missing.txt")], "missing.txt does not exist"),
         (["missing.txt", "given.txt"], "missing.txt does not exist"),
-        (["given.txt", Path("given.txt"), "A text."], "given.txt names a file and is no text; give a list of files"),
-        ({"given.txt"}, "given.txt names a file and is no text"),
-        ({Path("given.txt")}, "given.txt names a file and is no text"),
-        ([Path("one+two.txt"), Path("given.txt")], "one\\+two.txt has a plus sign in its name"),
+        (
+            ["given.txt", Path("given.txt"), "A text."],
+            "given.txt names a source and is no text; give a list of sources",
+        ),
+        ({"given.txt"}, "given.txt names a source and is no text"),
+        (["builtin", "c4", "org/name"], "builtin names a source and is no text"),
+        ({Path("given.txt")}, "given.txt names a source and is no text"),
+        (
+            [Path("one+two.txt"), Path("given.txt")],
+            "one\\+two.txt has a plus sign, .* an element of its own",
+        ),
     ],
     ids=str,
 )

@@ -142,7 +142,9 @@ def test_a_wrong_option_of_an_evaluation_is_one_typed_sentence(
     assert "--" not in str(told.value)
 
 
-@pytest.mark.parametrize("wrong", [{"dtype": "nonsense"}, {"dtype": "long"}, {"device": "nonsense"}], ids=str)
+@pytest.mark.parametrize(
+    "wrong", [{"dtype": "nonsense"}, {"dtype": "long"}, {"dtype": "double"}, {"device": "nonsense"}], ids=str
+)
 def test_what_a_result_cannot_be_loaded_with_is_one_typed_sentence(
     wrong: dict[str, str], result: oneshot.Result
 ) -> None:

@@ -113,8 +113,10 @@ def test_weights_of_modules_are_fetched(weights: str, monkeypatch: pytest.Monkey
     modules = [{"path": path, "type": "sentence_transformers.models.Dense"} for path in ("", "1_Pooling", "2_Dense")]
     files = ["modules.json", "model.safetensors", "1_Pooling/config.json", "2_Dense/config.json", "3/model.safetensors"]
     files += ["2_Dense/pytorch_model.bin", f"2_Dense/{weights}"]
+    asked: list[list[str]] = []
 
     def snapshot(name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append(allow_patterns)
         for file in filter_repo_objects(files, allow_patterns=allow_patterns):
             (tmp_path / file).parent.mkdir(exist_ok=True)
             (tmp_path / file).write_text(json.dumps(modules if file == "modules.json" else {}))
@@ -124,3 +126,22 @@ def test_weights_of_modules_are_fetched(weights: str, monkeypatch: pytest.Monkey
     locate.download(NAME, None)
     fetched = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.suffix not in ("", ".json")}
     assert fetched == {"model.safetensors", f"2_Dense/{weights}"}
+    lacking = ["1_Pooling"] if weights == "model.safetensors" else ["1_Pooling", "2_Dense"]
+    assert asked[1:3] == [
+        ["1_Pooling/model.safetensors", "2_Dense/model.safetensors"],
+        [f"{place}/pytorch_model.bin" for place in lacking],
+    ]
+    assert asked[3:] == [["model.safetensors"]]
+
+
+def test_nothing_more_is_asked_without_modules(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[list[str]] = []
+
+    def snapshot(name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append(allow_patterns)
+        (tmp_path / "model.safetensors").touch()
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    locate.download(NAME, None)
+    assert asked == [locate.SMALL_PATTERNS, ["model.safetensors"]]

@@ -73,12 +73,16 @@ def test_further_modules_are_refused(own_checkpoint: MakeCheckpoint, make_config
     assert predict(make_config(folder, output=f"{folder}-stock")).result_bytes > 0
 
 
+def module(place: str, kind: str = "Dense") -> dict[str, str]:
+    """Return an entry of `modules.json`."""
+    return {"path": place, "type": f"sentence_transformers.models.{kind}"}
+
+
 def with_modules(folder: Path, places: list[str]) -> list[str]:
     """Add a pooling and modules with weights at these places, as sentence-transformers saves them; return the files."""
     write_pooling(folder, "cls", 32)
     path, files = folder / "modules.json", ["modules.json", "1_Pooling/config.json"]
-    dense = [{"idx": n, "path": place, "type": "sentence_transformers.models.Dense"} for n, place in enumerate(places)]
-    path.write_text(json.dumps([*json.loads(path.read_text()), *dense]))
+    path.write_text(json.dumps([*json.loads(path.read_text()), *map(module, places)]))
     for place in places:
         (folder / place).mkdir(parents=True)
         (folder / place / "config.json").write_text('{"in_features": 32, "out_features": 8}')
@@ -123,9 +127,42 @@ def test_weights_of_modules_that_cannot_be_read_are_refused(own_checkpoint: Make
         open_model(str(folder), tmp_path)
 
 
-@pytest.mark.parametrize("place", ["../beside", "{parent}/beside"])
+@pytest.mark.parametrize("place", ["../beside", "{folder}/../beside", "../{name}/2_Dense", "{folder}/2_Dense", "2\0"])
 def test_modules_outside_the_checkpoint_are_refused(place: str, own_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    """Also one whose path leaves the folder and comes back: beside a result of another name it would be elsewhere."""
     folder = own_checkpoint(family="bert", model_class="BertModel", groups=4)
-    with_modules(folder, [place.format(parent=folder.parent)])
-    with pytest.raises(CheckpointError, match=r"outside the checkpoint; copy the file into the folder"):
+    with_modules(folder, ["2_Dense"])
+    (folder / "modules.json").write_text(json.dumps([module(place.format(folder=folder, name=folder.name))]))
+    for reads in (lambda: open_model(str(folder), tmp_path), lambda: pooling_of(folder)):
+        with pytest.raises(CheckpointError, match=r"which is not the name of a folder of the checkpoint; download it"):
+            reads()
+
+
+@pytest.mark.parametrize(
+    "stated", [[{"type": 7}], ["2_Dense"], [{"type": "Dense", "path": None}], {"path": ""}], ids=str
+)
+def test_what_is_not_a_list_of_modules_is_refused(
+    stated: object, own_checkpoint: MakeCheckpoint, tmp_path: Path
+) -> None:
+    folder = own_checkpoint(family="bert", model_class="BertModel", groups=4)
+    (folder / "modules.json").write_text(json.dumps(stated))
+    for reads in (lambda: open_model(str(folder), tmp_path), lambda: pooling_of(folder)):
+        with pytest.raises(
+            CheckpointError, match=r"modules.json is not JSON with a list of modules \(.*\); download it"
+        ):
+            reads()
+
+
+def test_a_model_that_sentence_transformers_reads_elsewhere_is_refused(
+    own_checkpoint: MakeCheckpoint, tmp_path: Path
+) -> None:
+    """Its weights would be copied as a module's. In older repositories they lie in `0_Transformer`, without a copy."""
+    folder = own_checkpoint(family="bert", model_class="BertModel", groups=4)
+    shutil.copytree(folder, folder / "0_Transformer")
+    modules = [module("0_Transformer", "Transformer"), module("1_Pooling", "Pooling")]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    with pytest.raises(CheckpointError, match=r"the model lies in 0_Transformer, so its .*, and state the path \"\""):
         open_model(str(folder), tmp_path)
+    assert open_model(str(folder / "0_Transformer"), tmp_path).shape.num_hidden_layers
+    (folder / "modules.json").write_text(json.dumps([module("", "Transformer")]))
+    assert open_model(str(folder), tmp_path).shape.num_hidden_layers

@@ -140,10 +140,16 @@ def test_a_mistral_with_kinds_of_layers_and_no_head(own_checkpoint: MakeCheckpoi
     torch.testing.assert_close(found, expected)
 
 
-def test_a_model_in_memory_that_opens_as_another_one_is_refused(tmp_path: Path) -> None:
+def test_a_model_in_memory_that_opens_as_another_one_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is refused before its weights are written."""
     model: MistralForCausalLM = build_model("mistral", sliding_window=7, layer_types=["full_attention"] * 2)
+    saved: list[Any] = []
+    monkeypatch.setattr(MistralForCausalLM, "save_pretrained", lambda *given: saved.append(given))
     with pytest.raises(CheckpointError, match=r"MistralForCausalLM, but .* as ministral; load it with an Auto class"):
         oneshot.compress(model, tmp_path / "out", calibration="builtin", sparsity=0.2)
+    assert not saved
 
 
 def test_another_config_by_transformers_version_is_refused(own_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:

@@ -197,6 +197,12 @@ def test_settings_are_fields_of_the_method(options: list[str], expected: dict[st
     assert {name: type(value) for name, value in found.items()} == {n: type(value) for n, value in expected.items()}
 
 
+@pytest.mark.parametrize(("setting", "flag"), [("size_bytes=5", "--max-size"), ("sparsity=0.1", "--sparsity")])
+def test_a_key_with_an_option_of_its_own_names_it(setting: str, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compress", "no-such-checkpoint", f"--set={setting}"]) == 1
+    assert f"has an option of its own; give {flag}." in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("second", ["ffn=wanda", " ffn = obs"])
 def test_a_key_that_is_set_twice_is_refused(second: str, capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("compress", "profile"):
@@ -213,8 +219,8 @@ def test_settings_are_fields_of_the_target() -> None:
     ("setting", "names"),
     [
         ("colour=red", ("--set colour=red", "--help-methods")),
-        ("sparsity=0.3", ("--set sparsity=0.3", "--help-methods")),
-        ("up_steps=2", ("--set up_steps=2", "--help-methods")),
+        ("sparsity=0.3", ("--set sparsity=0.3", "give --sparsity.")),
+        ("up_steps=2", ("--set up_steps=2", "give --up-steps.")),
         ("=obs", ("--set =obs", "key=value")),
         ("ffn", ("--set ffn", "key=value")),
         ("", ("--set ", "key=value")),
@@ -230,7 +236,7 @@ def test_settings_are_fields_of_the_target() -> None:
         ("shared_weight=much", ("--set shared_weight=much", "not a number")),
         ("shared_weight=inf", ("--set shared_weight=inf", "0 or more")),
         ("damping=", ("--set damping=", "a number or auto")),
-        ("budget=flops", ("--set budget=flops", "--help-methods")),
+        ("budget=flops", ("--set budget=flops", "give --budget.")),
         ("line\nend=1", ("--set line\\nend=1", "--help-methods")),
     ],
 )

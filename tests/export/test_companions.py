@@ -213,7 +213,7 @@ def test_a_result_writes_by_the_inputs_settings(
     for form in forms:
         found = AutoModelForCausalLM.from_pretrained(tmp_path / form, trust_remote_code=True)
         assert found.generation_config.to_dict() == expected.generation_config.to_dict(), form
-        if stated != "not stated":
+        if stated != "not stated" or family == "llama":  # whose defaults the forms have
             assert [getattr(found.config, name) for name in ends] == [getattr(expected.config, name) for name in ends]
 
 

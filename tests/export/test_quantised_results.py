@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from damage import edit_config
 from factories import MakeCheckpoint, MakeConfig, MakeResult
 from interruptions import contents, stop_before, undisturbed
 from safetensors import safe_open
@@ -21,6 +22,7 @@ from worker_threads import run_in_threads
 pytest.importorskip("compressed_tensors", reason="the extra `compressed`")
 from transformers import AutoModelForCausalLM
 
+import oneshot
 from oneshot.checkpoint import Checkpoint, identify
 from oneshot.errors import ConfigError, PlanError
 from oneshot.evaluation import load_model
@@ -109,6 +111,20 @@ def test_transformers_opens_what_was_written(
     errors = [layer.rounding_errors for layer in report.layers]
     assert all(0 < error < 0.5 for of_layer in errors for error in of_layer.values())
     assert {len(of_layer) for of_layer in errors} == {7}
+
+
+@pytest.mark.parametrize(("form", "name"), [("stock", "w8a8"), ("per-layer", "fp8"), ("stock", "w4a16")])
+def test_results_that_state_tuples_as_outputs_are_evaluated(
+    form: str, name: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig, text_file: Path
+) -> None:
+    """Evaluation reads outputs by their names."""
+    config = make_config(make_checkpoint(**SIZES), form=form, quantise=name, sparsity=0.3, **IN_GROUPS.get(form, {}))
+    compress(config)
+    options: dict[str, Any] = {"max_windows": 1, "sequence_length": 32, "decode_tokens": 2, "device": "cpu"}
+    expected, *_ = oneshot.evaluate(config.output, text_file, **options)
+    edit_config(Path(config.output), return_dict=False)
+    found, *_ = oneshot.evaluate(config.output, text_file, **options)
+    assert found.perplexity == expected.perplexity
 
 
 @pytest.mark.parametrize("passes", [False, True], ids=["at once", "after a pass"])
