@@ -392,7 +392,7 @@ def test_a_dry_run_reads_no_weights_and_writes_nothing(
         ["--recipe", "tcsp"],
         ["--budget", "latency", "--form", "stock"],
         [],
-        ["--sparsity", "0.1", "0.2"],
+        ["--sparsity", "0.1"],  # beside the other
     ):
         arguments = [str(folder), "--output", config.output, "--calibration", config.text.calibration, "--dry-run"]
         assert main([*arguments, "--offload-dir", str(offload), "--sparsity", "0.2", *more]) == 0
