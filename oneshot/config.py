@@ -391,19 +391,19 @@ def tcsp_options(hidden_percent: float, inner_percent: float) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class EvaluationOptions:
-    """What `oneshot evaluate` measures of models, and how.
+    """Hold the options of `oneshot evaluate`, checked.
 
     Attributes:
         sequence_length: tokens in a window or of an example.
-        max_windows: windows or examples of each text at most; None: all.
+        max_windows: largest number of windows or examples of each text; None: all.
         device: `auto`, `cpu`, `cuda` or `cuda:N`.
         dtype: dtype of the forward passes.
         prefill_tokens: tokens of the timed prefill; None: 512, or as many as learned positions allow.
         decode_tokens: tokens of the timed decoding; 0 leaves the latency out.
         tasks: names of lm-eval's tasks, of our own, or `builtin`.
-        limit: documents of each task at most; None: all.
+        limit: largest number of documents of each task; None: all.
         include_path: folder with task files; None: only lm-eval's tasks and our own.
-        kind: what the models are asked; None: what the first one's class is for.
+        kind: task of the models, such as `causal`; None: the task of the first one's class.
         batch_size: examples at a time.
     """
 

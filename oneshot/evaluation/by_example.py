@@ -7,8 +7,7 @@ import torch
 
 from oneshot.architecture import StackShape
 from oneshot.checkpoint import Checkpoint
-from oneshot.errors import CalibrationError
-from oneshot.evaluation.classification import refuse_other_outputs
+from oneshot.errors import CalibrationError, ConfigError
 from oneshot.evaluation.comparison import Evaluation, TextRecord
 from oneshot.evaluation.examples import Examples, Reading, examples_record
 from oneshot.evaluation.kinds import EXAMPLES, Kind, load_as
@@ -41,9 +40,10 @@ def evaluate_examples(
 
     Raises `CheckpointError`, `CalibrationError` and `ConfigError`.
     """
-    if kind == "classification" and sources:
-        for name, checkpoint in zip(names, checkpoints, strict=True):
-            refuse_other_outputs(name, checkpoint.config)
+    for name, checkpoint in zip(names, checkpoints, strict=True):
+        reason = EXAMPLES[kind].reason_against(checkpoint.config)
+        if sources and reason is not None:
+            raise ConfigError(f"{name} {reason}")
     tokenizer = load_tokenizer(checkpoints[0].folder)
     first = checkpoints[0]
     reading = Reading(tokenizer, _longest(checkpoints, tokenizer, longest), limit, first.config, first.folder)

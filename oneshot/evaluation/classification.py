@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from oneshot.errors import CalibrationError, ConfigError
+from oneshot.errors import CalibrationError
 from oneshot.evaluation.examples import Examples, Inputs, Reading, text_of
 
 PAIRS = (
@@ -24,34 +24,30 @@ COLUMNS = (
 )
 
 
-def refuse_other_outputs(name: str, config: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for a classifier whose outputs are not the scores of classes of which one is right.
-
-    transformers reads `problem_type`, and takes a classifier of one output for a regression.
-
-    Args:
-        name: what the model is called.
-        config: its config.json.
-    """
-    problem, count = config.get("problem_type"), len(config.get("id2label") or ()) or config.get("num_labels", 2)
-    if problem == "multi_label_classification":
-        stated = "may give a text several classes at once (problem_type multi_label_classification)"
-    elif problem == "regression" or count == 1:
-        stated = "gives a text a number and not a class" + " (it has one output)" * (count == 1)
-    else:
-        return
-    raise ConfigError(
-        f"{name} {stated}, and only classifiers that give one of several classes are measured; leave out --text, and "
-        "compare its outputs in a program of your own."
-    )
-
-
 @dataclass(frozen=True)
 class Classification(Examples):
     """Examples `text[, text_pair], label`; a label is a class's number, or its name in the model's config."""
 
     inputs: Inputs
     labels: torch.Tensor
+
+    @classmethod
+    def reason_against(cls, config: Mapping[str, Any]) -> str | None:
+        """Return why a classifier's outputs are not the scores of classes of which one is right; None if they are.
+
+        transformers reads `problem_type`, and takes a classifier of one output for a regression.
+        """
+        problem, count = config.get("problem_type"), len(config.get("id2label") or ()) or config.get("num_labels", 2)
+        if problem == "multi_label_classification":
+            stated = "may give a text several classes at once (problem_type multi_label_classification)"
+        elif problem == "regression" or count == 1:
+            stated = "gives a text a number and not a class" + " (it has one output)" * (count == 1)
+        else:
+            return None
+        return (
+            f"{stated}, and only classifiers that give one of several classes are measured; leave out --text, and "
+            "compare its outputs in a program of your own."
+        )
 
     @classmethod
     def read(cls, source: str, reading: Reading) -> "Classification":

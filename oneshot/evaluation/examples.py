@@ -116,6 +116,11 @@ class Examples(ABC):
     inputs: Inputs
 
     @classmethod
+    def reason_against(cls, config: Mapping[str, Any]) -> str | None:
+        """Return why a model of this config.json does not predict what the numbers are of; None if it does."""
+        return None
+
+    @classmethod
     @abstractmethod
     def read(cls, source: str, reading: Reading) -> "Examples":
         """Read the examples of a source. Raises `CalibrationError`."""
