@@ -44,8 +44,8 @@ def build_parser(prog: str = "oneshot evaluate") -> argparse.ArgumentParser:
     parser.add_argument(
         "--batch-size",
         type=int,
-        default=usual.batch_size,
-        help="examples at a time, for encoders and T5 (default: %(default)s)",
+        metavar="N",
+        help="windows, examples or requests of tasks in one forward pass (default: 1, and 8 examples)",
     )
     parser.add_argument(
         "--sequence-length",
