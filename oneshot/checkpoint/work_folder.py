@@ -293,7 +293,11 @@ def output_folder(output: str) -> Path:
             raise OutputError(f"--output {output} is not a new folder; name one that does not exist yet.")
         folder.resolve().exists()
         WorkFolder(folder).path.exists()  # its name is longer
-    except (OSError, RuntimeError, ValueError) as error:  # too long, unknown user, a zero byte
+        str(folder).encode()  # safetensors accepts only UTF-8
+        for path in (WorkFolder(folder).path, folder, *folder.parents):
+            if path.is_symlink() and not path.exists():
+                raise OutputError(f"{path} is a link to what does not exist; remove it, or choose another --output.")
+    except (OSError, RuntimeError, ValueError) as error:  # too long, unknown user, a zero byte, not UTF-8
         raise OutputError(f"--output {output} cannot be used ({cause(error)}); choose another.") from error
     return folder
 

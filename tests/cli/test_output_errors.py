@@ -186,6 +186,27 @@ def test_an_output_that_cannot_be_written(make_checkpoint: MakeCheckpoint, tmp_p
     assert file.read_text() == "a file, not a folder"
 
 
+@pytest.mark.parametrize("link", ["out", "out.incomplete", "folder"])
+@pytest.mark.parametrize("target", ["nowhere", "itself"])
+def test_an_output_behind_a_link_to_nothing(
+    link: str, target: str, make_checkpoint: MakeCheckpoint, tmp_path: Path, fails: Fails
+) -> None:
+    path = tmp_path / link
+    path.symlink_to(path if target == "itself" else tmp_path / "nowhere")
+    output = path / "out" if link == "folder" else tmp_path / "out"
+    fails(make_checkpoint(), str(path), "choose another", output=output)
+    assert path.is_symlink()
+
+
+@pytest.mark.parametrize("option", ["output", "offload_dir"])
+def test_a_name_that_is_not_utf8(option: str, make_checkpoint: MakeCheckpoint, tmp_path: Path, fails: Fails) -> None:
+    """safetensors writes no such file, of which it tells after the first layers."""
+    place = tmp_path / os.fsdecode(b"caf\xe9")
+    place.mkdir()
+    flag = f"--{option.replace('_', '-')}"
+    fails(make_checkpoint(), flag, "'utf-8' codec can't encode", "nother", **{option: place})
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_an_output_in_a_folder_without_write_permission(
     make_checkpoint: MakeCheckpoint, tmp_path: Path, text_file: Path, capsys: pytest.CaptureFixture[str]
