@@ -251,7 +251,7 @@ class Job:
         if better is None:
             return
         share = 1 - run.grid.stack(self.plan).stored_parameters() / run.dense.stored_parameters()
-        ranks = grid_of(better, run.model, run.config.target).ranks_embedding
+        ranks = grid_of(better, run.model, run.config).ranks_embedding
         if not (ranks and run.model.shape.tied):  # as in no model that was measured
             known = "which also shrinks other linears, usually loses less"
         elif share > MEASURED_SHARE:
