@@ -186,12 +186,21 @@ def complete_text_config(family: Description, config: dict[str, Any]) -> dict[st
 
 
 def resized_config(family: Description, config: dict[str, Any], shape: ModelShape) -> dict[str, Any]:
-    """Return the config.json of the resized model. Raises `PlanError` as `Description.resized`."""
+    """Return the config.json of the resized model. Raises `PlanError` as `Description.resized`.
+
+    Of a language model inside a wrapper it states what changes, and what the class would otherwise make of the changes,
+    such as the size of heads that a config does not state.
+    """
     if family.text_module is None:
         return family.resized(config, shape)
-    complete = complete_text_config(family, config)
+    complete = text_of(family, config) | complete_text_config(family, config)  # also names that the class replaces
     resized = family.resized(complete, shape)
-    return with_text(family, config, {name: value for name, value in resized.items() if value != complete.get(name)})
+    changed = with_text(family, config, _differing(resized, complete))
+    return with_text(family, changed, _differing(resized, complete_text_config(family, changed)))
+
+
+def _differing(values: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value != others.get(name)}
 
 
 def attention_of(model_class: Any) -> str | dict[str, str]:
