@@ -203,15 +203,23 @@ def _differing(values: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]
     return {name: value for name, value in values.items() if value != others.get(name)}
 
 
-def attention_of(model_class: Any) -> str | dict[str, str]:
+def attention_of(model_class: Any, config: dict[str, Any]) -> str | dict[str, str]:
     """Return the implementation of attention: scaled dot product attention, or the class's own if it lacks that.
 
-    A model of images and text states it for the language model; other towers have implementations of their own.
+    A model of images and text states it for the language model, whose class may lack what the wrapper has; other towers
+    have implementations of their own.
     """
-    implementation = "sdpa" if model_class._supports_sdpa else "eager"
+    import transformers
+
     if "text_config" not in model_class.config_class.sub_configs:
-        return implementation
-    return {"": implementation, "text_config": implementation}
+        return _attention_of(model_class)
+    mapping: Any = transformers.MODEL_MAPPING
+    text_class = mapping.get(type(_complete_text(config)), model_class)
+    return {"": _attention_of(model_class), "text_config": _attention_of(text_class)}
+
+
+def _attention_of(model_class: Any) -> str:
+    return "sdpa" if model_class._supports_sdpa else "eager"
 
 
 def tied_names(model: Any) -> set[str]:
@@ -276,15 +284,20 @@ def make_buffers(model: Any, device: torch.device) -> None:
 
     `model`: of transformers, on the meta device; its parameters stay there.
     """
+    from transformers import PreTrainedModel
+
     absent = {name.rpartition(".")[0] for name, buffer in model.named_buffers() if buffer.is_meta}
     for name in absent:
         module = model.get_submodule(name)
         for own, buffer in list(module.named_buffers(recurse=False)):
             if buffer.is_meta:
                 setattr(module, own, torch.empty_like(buffer, device=device))
+    owners: dict[str, Any] = {}  # the class of a language model knows its modules, and a wrapper around it does not
     for name, module in model.named_modules():
+        holder = owners.get(name.rpartition(".")[0], model)
+        owners[name] = module if isinstance(module, PreTrainedModel) else holder
         if any(other == name or not name or other.startswith(f"{name}.") for other in absent):
-            model._init_weights(module)  # some classes make the buffers of a module in one that holds it
+            owners[name]._init_weights(module)  # some classes make the buffers of a module in one that holds it
 
 
 def sample_model(config: dict[str, Any], family: Description, dtype: torch.dtype, layers: Sequence[int] = (0,)) -> Any:
@@ -339,7 +352,7 @@ def _without_weights(config_json: str, dtype: torch.dtype) -> Any:
     _, model_class = stock_classes(config)
     with torch.device("meta"), torch.inference_mode(False):  # its parameters outlive the run
         hf_config = stock_config(config)
-        model = model_class._from_config(hf_config, dtype=dtype, attn_implementation=attention_of(model_class))
+        model = model_class._from_config(hf_config, dtype=dtype, attn_implementation=attention_of(model_class, config))
         _keep_dtypes_(model, dtype)
     return model.requires_grad_(False)
 

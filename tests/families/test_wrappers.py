@@ -11,6 +11,8 @@ import pytest
 import torch
 import transformers
 from factories import MakeConfig, assert_cache_changes_nothing, stored_numbers
+from families.cases import GRANITE_FACTORS
+from last_states import assert_passes, keep_last_states
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from wrapper_models import GEMMA_EXPERTS, MISTRAL4, WRAPPERS, build_wrapper
@@ -203,6 +205,38 @@ def test_sizes_that_a_class_makes_of_others(
     opened, info = getattr(transformers, model_class).from_pretrained(report.config["output"], output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
     assert stored_numbers(opened) == report.stored_parameters["compressed"] < report.stored_parameters["dense"]
+
+
+@pytest.mark.parametrize(
+    ("name", "inner"),
+    [
+        ("llava_next", {"model_type": "granite", "sliding_window": None, **GRANITE_FACTORS}),
+        ("internvl", {"model_type": "gpt_oss", "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}),
+        ("llava", {"model_type": "gemma", "head_dim": 8}),
+        ("llava", {"model_type": "gemma2", "head_dim": 8, "sliding_window": 7, "final_logit_softcapping": 5.0}),
+        ("gemma3", {"final_logit_softcapping": 5.0}),
+        ("gemma4", {"final_logit_softcapping": 5.0}),
+    ],
+)
+@torch.inference_mode()
+def test_what_a_wrapper_leaves_out_of_its_language_model(
+    name: str,
+    inner: dict[str, Any],
+    save_model: Callable[..., Path],
+    make_config: MakeConfig,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A wrapper has its own output head, without factors and bounds. Not every language model has its attention."""
+    last = keep_last_states(monkeypatch)
+    folder = save_model(build_wrapper(name, **inner))
+    run = make_config(folder, form="stock", sparsity=0.1)
+    report = compress(run)
+    [stated] = FAMILIES[name].classes
+    opened, info = getattr(transformers, stated).from_pretrained(run.output, output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    assert stored_numbers(opened) == report.stored_parameters["compressed"] < report.stored_parameters["dense"]
+    assert_passes(opened.eval(), f"{FAMILIES[name].text_module}layers", run, last[0])
+    assert_cache_changes_nothing(opened, 6, input_ids=IDS[:, :5])
 
 
 def test_what_wrappers_cannot_do_is_refused(folder_of: Callable[[str], Path], make_config: MakeConfig) -> None:
