@@ -229,9 +229,13 @@ def tied_names(model: Any) -> set[str]:
 
 
 def per_layer_lists(config: dict[str, Any]) -> dict[str, list[Any]]:
-    """Return what the config states for single layers, such as `layer_types`, also if only by a default."""
-    complete = _complete_text(config)
-    lists = {name: getattr(complete, name, None) for name in PER_LAYER if not _is_derived(complete, name)}
+    """Return what the config states for single layers, such as `layer_types`, also if only by a default.
+
+    A list that it states under another name of the class is also there under that name, which the class prefers.
+    """
+    complete, stated = _complete_text(config), text_of(FAMILIES[config["model_type"]], config)
+    others = [other for other, name in complete.attribute_map.items() if name in PER_LAYER and other in stated]
+    lists = {name: getattr(complete, name, None) for name in (*PER_LAYER, *others) if not _is_derived(complete, name)}
     return {name: list(values) for name, values in lists.items() if values}
 
 
