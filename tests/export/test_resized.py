@@ -132,7 +132,8 @@ def test_rotary_positions_of_a_type_of_layers(kind: str, own_checkpoint: MakeChe
     }
     folder = own_checkpoint(**RESIZED["gemma3_text"] | {"rope_parameters": rotary})
     config, _ = ranked(folder)
-    made = OneshotGemma3ForCausalLM(OneshotGemma3TextConfig.from_dict(config))
+    config_class: Any = OneshotGemma3TextConfig
+    made = OneshotGemma3ForCausalLM(config_class.from_dict(config))
     assert [one.num_key_value_heads for one in made.config.per_layer_config] == [1, 1, 2]
     assert [one.num_key_value_heads for one in made.config.per_layer_config[1:]] == [1, 2]
     expected = dict(AutoModelForCausalLM.from_pretrained(folder).named_buffers())

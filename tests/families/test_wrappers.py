@@ -181,7 +181,9 @@ def test_a_resized_config_is_read_with_its_sizes(
     """The class makes some sizes of others, and reads a size under several names."""
     folder = stating(shutil.copytree(folder_of(name), tmp_path / name), stated)
     model = open_model(str(folder), tmp_path)
-    fewer = {} if model.family.reason_against("heads") else {"num_attention_heads": 2, "num_key_value_heads": 1}
+    fewer: dict[str, Any] = (
+        {} if model.family.reason_against("heads") else {"num_attention_heads": 2, "num_key_value_heads": 1}
+    )
     shape = replace(model.shape, intermediate_size=24, **fewer)
     config = resized_config(model.family, model.checkpoint.config, shape)
     text = complete_text_config(model.family, config)
