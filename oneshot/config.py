@@ -404,7 +404,7 @@ class EvaluationOptions:
         limit: largest number of documents of each task; None: all.
         include_path: folder with task files; None: only lm-eval's tasks and our own.
         kind: task of the models, such as `causal`; None: the task of the first one's class.
-        batch_size: examples at a time.
+        batch_size: windows, examples or requests of tasks in one forward pass; None: 8 examples, or one of the others.
     """
 
     sequence_length: int = 1024
@@ -417,7 +417,7 @@ class EvaluationOptions:
     limit: int | None = None
     include_path: str | None = None
     kind: Kind | None = None
-    batch_size: int = 8
+    batch_size: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("device", "dtype", "include_path"):

@@ -47,7 +47,7 @@ from oneshot.report.grams import gram_sentences
 from oneshot.report.mixture import verdict_record
 from oneshot.report.progress import ProgressBar, Shown, Tracker
 from oneshot.report.records import Footprint, Report
-from oneshot.run import Run, footprint_of, open_run, stages_of
+from oneshot.run import Run, footprint_of, open_run, paths_read, stages_of
 from oneshot.schedule import Schedule, profile_schedule
 
 PLANNED_SHARE = 0.1  # of the parameters: any share that goes makes the same profile
@@ -226,7 +226,7 @@ def imatrix(config: Config, *, show_progress: Shown | Tracker = False) -> Path:
     Raises as `compress`, and `CheckpointError` for families that llama.cpp does not know.
     """
     path = output_folder(config.output)
-    refuse_file(path, overwrite=config.overwrite)
+    refuse_file(path, paths_read(config), overwrite=config.overwrite)
     with open_run(config, show_progress=show_progress) as run:
         model = run.model
         names = tensor_names(model)  # which refuses a family without an architecture

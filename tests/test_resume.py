@@ -183,6 +183,35 @@ def test_a_finished_run_is_left_unchanged(make_checkpoint: MakeCheckpoint, make_
         compress(make_config(folder, resume=True, seed=1, recipe="random"))
 
 
+@pytest.mark.parametrize("damage", ["missing", "empty", "shorter", "folder"])
+@pytest.mark.parametrize(
+    ("options", "pattern"),
+    [
+        ({"max_file_bytes": 50_000}, "*-00002-of-*"),
+        ({"max_file_bytes": 50_000}, "*.index.json"),
+        ({}, "*.safetensors"),
+        ({"form": "gguf"}, "model.gguf"),
+    ],
+)
+def test_a_finished_run_without_its_weights_is_not_taken_for_finished(
+    options: dict[str, Any], pattern: str, damage: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+) -> None:
+    config = make_config(make_checkpoint(layers=2), **options)
+    compress(config)
+    wanted = contents(Path(config.output))
+    [path] = Path(config.output).glob(pattern)
+    content = path.read_bytes()
+    path.unlink()
+    if damage == "folder":
+        path.mkdir()
+    elif damage != "missing":
+        path.write_bytes(content[:-1] if damage == "shorter" else b"")
+    with pytest.raises(OutputError, match=rf"{path} is missing or was changed .*; add --overwrite to make"):
+        compress(replace(config, resume=True))
+    compress(replace(config, resume=True, overwrite=True))
+    assert contents(Path(config.output)) == wanted
+
+
 @pytest.mark.parametrize("change", [{"seed": 1}, {"num_sequences": 8}, {"sparsity": 0.1}, {"dtype": "bfloat16"}])
 def test_another_run_does_not_continue(
     change: dict[str, Any], make_checkpoint: MakeCheckpoint, make_config: MakeConfig

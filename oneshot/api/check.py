@@ -37,6 +37,7 @@ from oneshot.text import (
     shares,
     split_sources,
     token_hash,
+    whole_letters,
 )
 
 MOST_LETTERS = 2**15  # of a question in the words of a chat template
@@ -214,6 +215,8 @@ def _question(tokenizer: Any, asked: str | None) -> tuple[str, torch.Tensor]:
 
     Raises `CalibrationError` if the chat template does not write it within bounds.
     """
+    if asked is not None:
+        asked = whole_letters(asked)  # Python keeps bytes of an argument that are not UTF-8 as surrogates
     if not tokenizer.chat_template:
         opening = asked or OPENING
         return opening, tokenizer(opening, return_tensors="pt")["input_ids"]

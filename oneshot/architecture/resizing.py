@@ -30,7 +30,7 @@ def set_width(keys: "Sizes", config: dict[str, Any], shape: ModelShape) -> dict[
     """Return a copy of a Hugging Face config with the FFN width of `shape` and the number of its experts."""
     stated = {keys.intermediate_size: shape.intermediate_size}
     if shape.experts is not None:
-        names = [name for name in keys.num_experts if name in config or len(keys.num_experts) == 1]
+        names = [name for name in keys.num_experts if name in config] or keys.num_experts[:1]
         stated |= dict.fromkeys(names, shape.experts.count)
     return config | stated
 

@@ -275,5 +275,7 @@ def wrong_tensor(name: str, stored: Shape | None, expected: Shape | None, family
             remedy += ", or set tie_word_embeddings to true in config.json if the head is the embedding"
         return CheckpointError(f"The checkpoint lacks {name} {expected}, which {asks} asks for; {remedy}.")
     if expected is None:
+        if name.endswith(".bias"):
+            remedy = "state such biases in config.json if the model has them, or remove them: transformers ignores them"
         return CheckpointError(f"The checkpoint has {name} {stored}, which {asks} does not ask for; {remedy}.")
     return CheckpointError(f"{name} has shape {stored} where {asks} asks for {expected}; {remedy}.")

@@ -32,6 +32,7 @@ from oneshot.checkpoint.stock import (
 from oneshot.checkpoint.work_folder import (
     output_folder,
     refuse_file,
+    refuse_inputs,
     refuse_output,
     refuse_place,
     refuse_unwritable,

@@ -9,7 +9,7 @@ import torch
 
 from oneshot.architecture import Description, ModelShape, wrong_tensor
 from oneshot.checkpoint.reader import Checkpoint
-from oneshot.checkpoint.stock import complete_text_config, sample_model, tied_names
+from oneshot.checkpoint.stock import complete_text_config, layer_kinds, sample_model, tied_names
 from oneshot.errors import CheckpointError, cause
 from oneshot.families import is_text
 
@@ -101,6 +101,26 @@ def check_carried(checkpoint: Checkpoint, family: Description, shape: ModelShape
         for name in sorted(stored.keys() | own.keys()):
             if stored.get(name) != own.get(name):
                 raise wrong_tensor(family.layer_prefix(number) + name, stored.get(name), own.get(name), family)
+
+
+def check_biases(checkpoint: Checkpoint, family: Description, shape: ModelShape) -> None:
+    """Check which biases are stored of layers against the stock class, one layer of every kind.
+
+    transformers does not use those that the class lacks, and starts those with zeros that are not stored.
+
+    Raises `CheckpointError` for the first one that does not fit.
+    """
+    kinds = sorted(set(layer_kinds(checkpoint.config, shape.num_hidden_layers, family)))
+    model = sample_model(checkpoint.config, family, torch.float32, kinds)
+    for stack in family.stacks:
+        for kind, layer in zip(kinds, model.get_submodule(stack.layers), strict=True):
+            prefix = family.layer_prefix(max(stack.first_layer, kind))
+            own = {prefix + name: tuple(one.shape) for name, one in layer.state_dict().items()}
+            names = {name for name in (*own, *checkpoint.shapes) if name.startswith(prefix) and name.endswith(".bias")}
+            for name in sorted(names):
+                stored, expected = checkpoint.shapes.get(name), own.get(name)
+                if (stored is None) != (expected is None):
+                    raise wrong_tensor(name, stored, expected, family)
 
 
 def check_count(checkpoint: Checkpoint, family: Description, shape: ModelShape) -> None:

@@ -158,7 +158,7 @@ class GgufCheckpoint(Checkpoint):
     def load(self, *, device: torch.device, dtype: torch.dtype) -> Any:
         """Return the whole model of transformers for inference; one tensor at a time is in float32."""
         _, model_class = stock_classes(self.config)
-        options = {"dtype": dtype, "attn_implementation": attention_of(model_class)}
+        options = {"dtype": dtype, "attn_implementation": attention_of(model_class, self.config)}
         with torch.device("meta"):
             model: Any = model_class._from_config(stock_config(self.config), **options)
         make_buffers(model, device)  # while weights are on the meta device, because some classes reset them here

@@ -26,6 +26,7 @@ from oneshot.architecture import (
 )
 from oneshot.checkpoint.checks import (
     Outside,
+    check_biases,
     check_carried,
     check_count,
     check_dtypes,
@@ -224,6 +225,7 @@ def identify(checkpoint: Checkpoint) -> Model:
         shape = shape.with_layers(checkpoint.stated.layers)
     family = family.numbered(shape)
     check_carried(checkpoint, family, shape)
+    check_biases(checkpoint, family, shape)
     check_layers(family, shape, checkpoint.shapes)
     check_outside(checkpoint, family, shape, expected)
     check_count(checkpoint, family, shape)

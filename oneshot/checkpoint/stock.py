@@ -186,23 +186,40 @@ def complete_text_config(family: Description, config: dict[str, Any]) -> dict[st
 
 
 def resized_config(family: Description, config: dict[str, Any], shape: ModelShape) -> dict[str, Any]:
-    """Return the config.json of the resized model. Raises `PlanError` as `Description.resized`."""
+    """Return the config.json of the resized model. Raises `PlanError` as `Description.resized`.
+
+    Of a language model inside a wrapper it states what changes, and what the class would otherwise make of the changes,
+    such as the size of heads that a config does not state.
+    """
     if family.text_module is None:
         return family.resized(config, shape)
-    complete = complete_text_config(family, config)
+    complete = text_of(family, config) | complete_text_config(family, config)  # also names that the class replaces
     resized = family.resized(complete, shape)
-    return with_text(family, config, {name: value for name, value in resized.items() if value != complete.get(name)})
+    changed = with_text(family, config, _differing(resized, complete))
+    return with_text(family, changed, _differing(resized, complete_text_config(family, changed)))
 
 
-def attention_of(model_class: Any) -> str | dict[str, str]:
+def _differing(values: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value != others.get(name)}
+
+
+def attention_of(model_class: Any, config: dict[str, Any]) -> str | dict[str, str]:
     """Return the implementation of attention: scaled dot product attention, or the class's own if it lacks that.
 
-    A model of images and text states it for the language model; other towers have implementations of their own.
+    A model of images and text states it for the language model, whose class may lack what the wrapper has; other towers
+    have implementations of their own.
     """
-    implementation = "sdpa" if model_class._supports_sdpa else "eager"
+    import transformers
+
     if "text_config" not in model_class.config_class.sub_configs:
-        return implementation
-    return {"": implementation, "text_config": implementation}
+        return _attention_of(model_class)
+    mapping: Any = transformers.MODEL_MAPPING
+    text_class = mapping.get(type(_complete_text(config)), model_class)
+    return {"": _attention_of(model_class), "text_config": _attention_of(text_class)}
+
+
+def _attention_of(model_class: Any) -> str:
+    return "sdpa" if model_class._supports_sdpa else "eager"
 
 
 def tied_names(model: Any) -> set[str]:
@@ -212,9 +229,13 @@ def tied_names(model: Any) -> set[str]:
 
 
 def per_layer_lists(config: dict[str, Any]) -> dict[str, list[Any]]:
-    """Return what the config states for single layers, such as `layer_types`, also if only by a default."""
-    complete = _complete_text(config)
-    lists = {name: getattr(complete, name, None) for name in PER_LAYER if not _is_derived(complete, name)}
+    """Return what the config states for single layers, such as `layer_types`, also if only by a default.
+
+    A list that it states under another name of the class is also there under that name, which the class prefers.
+    """
+    complete, stated = _complete_text(config), text_of(FAMILIES[config["model_type"]], config)
+    others = [other for other, name in complete.attribute_map.items() if name in PER_LAYER and other in stated]
+    lists = {name: getattr(complete, name, None) for name in (*PER_LAYER, *others) if not _is_derived(complete, name)}
     return {name: list(values) for name, values in lists.items() if values}
 
 
@@ -267,15 +288,20 @@ def make_buffers(model: Any, device: torch.device) -> None:
 
     `model`: of transformers, on the meta device; its parameters stay there.
     """
+    from transformers import PreTrainedModel
+
     absent = {name.rpartition(".")[0] for name, buffer in model.named_buffers() if buffer.is_meta}
     for name in absent:
         module = model.get_submodule(name)
         for own, buffer in list(module.named_buffers(recurse=False)):
             if buffer.is_meta:
                 setattr(module, own, torch.empty_like(buffer, device=device))
+    owners: dict[str, Any] = {}  # the class of a language model knows its modules, and a wrapper around it does not
     for name, module in model.named_modules():
+        holder = owners.get(name.rpartition(".")[0], model)
+        owners[name] = module if isinstance(module, PreTrainedModel) else holder
         if any(other == name or not name or other.startswith(f"{name}.") for other in absent):
-            model._init_weights(module)  # some classes make the buffers of a module in one that holds it
+            owners[name]._init_weights(module)  # some classes make the buffers of a module in one that holds it
 
 
 def sample_model(config: dict[str, Any], family: Description, dtype: torch.dtype, layers: Sequence[int] = (0,)) -> Any:
@@ -330,7 +356,7 @@ def _without_weights(config_json: str, dtype: torch.dtype) -> Any:
     _, model_class = stock_classes(config)
     with torch.device("meta"), torch.inference_mode(False):  # its parameters outlive the run
         hf_config = stock_config(config)
-        model = model_class._from_config(hf_config, dtype=dtype, attn_implementation=attention_of(model_class))
+        model = model_class._from_config(hf_config, dtype=dtype, attn_implementation=attention_of(model_class, config))
         _keep_dtypes_(model, dtype)
     return model.requires_grad_(False)
 

@@ -19,18 +19,19 @@ import logging
 import shutil
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
-from oneshot.checkpoint.reader import Checkpoint
 from oneshot.checkpoint.weight_files import WeightFiles
 from oneshot.errors import OutputError, cause
 from oneshot.fields import FLAGS
 from oneshot.machine.durable import UNFINISHED, DamagedFileError, checksum, flush, read_intact, read_sealed
 
 logger = logging.getLogger(__name__)
+Inputs = Mapping[str, Sequence[Path]]
 
 FINGERPRINT, LOCK, CHECKPOINT = "fingerprint.json", "lock", "checkpoint"
 BLOCK_BYTES = 512  # of st_blocks
@@ -292,23 +293,43 @@ def output_folder(output: str) -> Path:
             raise OutputError(f"--output {output} is not a new folder; name one that does not exist yet.")
         folder.resolve().exists()
         WorkFolder(folder).path.exists()  # its name is longer
-    except (OSError, RuntimeError, ValueError) as error:  # too long, unknown user, a zero byte
+        str(folder).encode()  # safetensors accepts only UTF-8
+        for path in (WorkFolder(folder).path, folder, *folder.parents):
+            if path.is_symlink() and not path.exists():
+                raise OutputError(f"{path} is a link to what does not exist; remove it, or choose another --output.")
+    except (OSError, RuntimeError, ValueError) as error:  # too long, unknown user, a zero byte, not UTF-8
         raise OutputError(f"--output {output} cannot be used ({cause(error)}); choose another.") from error
     return folder
 
 
-def refuse_place(output: Path, checkpoint: Checkpoint, *, overwrite: bool, resume: bool) -> None:
-    """Raise `OutputError` if the result cannot appear at its place."""
-    if checkpoint.folder.resolve().is_relative_to(output.resolve()):
-        raise OutputError(f"{output} holds the input checkpoint; choose another --output.")
+def refuse_place(output: Path, inputs: Inputs, *, overwrite: bool, resume: bool) -> None:
+    """Raise `OutputError` if the result cannot appear at its place; `inputs` as of `refuse_inputs`."""
+    refuse_inputs(output, inputs)
     refuse_output(output, overwrite=overwrite, resume=resume)
     refuse_unwritable(output)
 
 
-def refuse_file(path: Path, *, overwrite: bool) -> None:
-    """Raise `OutputError` if no file can be written to this path; nothing stays there."""
+def refuse_inputs(output: Path, inputs: Inputs) -> None:
+    """Raise `OutputError` if a file or a folder that the run reads lies where its result appears; links are followed.
+
+    `inputs`: their paths, by what a sentence calls them.
+    """
+    for place in (output, WorkFolder(output).path):
+        for name, paths in inputs.items():
+            if any(path.resolve().is_relative_to(place.resolve()) for path in paths):
+                raise OutputError(f"{place} holds {name}; choose another --output.")
+
+
+def refuse_file(path: Path, inputs: Inputs, *, overwrite: bool) -> None:
+    """Raise `OutputError` if no file can be written to this path; nothing stays there.
+
+    `inputs`: files and folders that the run reads, by what a sentence calls them; no file of theirs is replaced.
+    """
     if path.is_dir():
         raise OutputError(f"{path} is a folder; name a file as --output.")
+    for name, places in inputs.items():
+        if path.exists() and any(path.resolve().is_relative_to(place.resolve()) for place in places):
+            raise OutputError(f"{path} belongs to {name}; choose another --output.")
     if path.exists() and not overwrite:
         raise OutputError(f"{path} exists already; choose another --output or add --overwrite.")
     if not path.parent.is_dir():

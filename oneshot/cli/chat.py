@@ -1,6 +1,7 @@
 """`oneshot chat OUT`: questions to a model, and to its original beside it."""
 
 import argparse
+import io
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -69,6 +70,8 @@ def _talk(arguments: argparse.Namespace) -> None:
 
 def _typed() -> Iterator[str]:
     """Yield the lines that a user types, until the end of the input or an empty line."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # what is not UTF-8 may be piped
     if sys.stdin.isatty():
         print("Ask the model; an empty line ends.")
     while True:

@@ -18,6 +18,7 @@ from oneshot.cli.options import (
     each_warning_once,
     noted_warnings,
     parse_config,
+    refuse_recipe,
     run_command,
 )
 from oneshot.cli.parser import OneOf, Parser
@@ -203,6 +204,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "oneshot compress") -> i
             else:
                 print_footprint(predict(config), checks=checks)
             return
+        several = configs_of(config, sparsities) if len(sparsities) > 1 else [config]
+        refuse_recipe(arguments.config, [one.output for one in several])
         with (
             noted_warnings() as told,
             Tracker(not arguments.quiet, ending=[CHECK] * checks * max(1, len(sparsities))) as tracker,

@@ -1,6 +1,7 @@
 """`oneshot evaluate OUT --baseline CHECKPOINT --text FILE`: quality, sizes and latency, side by side."""
 
 import argparse
+import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,8 +45,8 @@ def build_parser(prog: str = "oneshot evaluate") -> argparse.ArgumentParser:
     parser.add_argument(
         "--batch-size",
         type=int,
-        default=usual.batch_size,
-        help="examples at a time, for encoders and T5 (default: %(default)s)",
+        metavar="N",
+        help="windows, examples or requests of tasks in one forward pass (default: 1, and 8 examples)",
     )
     parser.add_argument(
         "--sequence-length",
@@ -81,7 +82,11 @@ def build_parser(prog: str = "oneshot evaluate") -> argparse.ArgumentParser:
         help="tokens of the timed decoding; 0 leaves latency out (default: %(default)s)",
     )
     add_device(parser, "auto")
-    parser.add_argument("--output", metavar="FILE", help="also write the numbers and their origin to this JSON file")
+    parser.add_argument(
+        "--output",
+        metavar="FILE",
+        help="also write the numbers and their origin to this JSON file; an earlier one is replaced",
+    )
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     return parser
 
@@ -95,10 +100,19 @@ def _refuse_file(path: Path) -> None:
             raise OutputError(f"{path} is a folder; name the JSON file to write.")
         if path.exists() and not path.is_file():
             raise OutputError(f"{path} is not a file, and would be replaced by one; name the JSON file to write.")
+        if path.exists() and not _is_replaceable(path):
+            raise OutputError(f"{path} exists already and is not an earlier output of evaluate; name another file.")
         with tempfile.NamedTemporaryFile(prefix=f".{path.name}.", dir=path.absolute().parent):
             pass
     except (OSError, ValueError) as error:  # also a zero byte
         raise OutputError(f"{path} cannot be written ({cause(error)}); name another file.") from error
+
+
+def _is_replaceable(path: Path) -> bool:
+    """Return whether a file is empty, or begins as what `write_json` writes."""
+    with path.open("rb") as file:
+        start = file.read(100)
+    return not start or re.match(rb'\{\s*"date": "', start) is not None
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "oneshot evaluate") -> int:

@@ -4,7 +4,15 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 
-from oneshot.cli.options import add_checkpoint, add_machine, add_text, begin_work, parse_config, run_command
+from oneshot.cli.options import (
+    add_checkpoint,
+    add_machine,
+    add_text,
+    begin_work,
+    parse_config,
+    refuse_recipe,
+    run_command,
+)
 from oneshot.cli.parser import Parser
 from oneshot.config import own_name
 from oneshot.parsing import launched_rank
@@ -39,6 +47,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "oneshot imatrix") -> in
 
         if arguments.output is None:
             config = replace(config, output=f"{own_name(config.checkpoint)}-imatrix.gguf")
+        refuse_recipe(arguments.config, [config.output])
         path = imatrix(config, show_progress=not arguments.quiet)
         if not arguments.quiet and launched_rank() == 0:
             print(f"importance    {path}: llama-quantize --imatrix {path} MODEL.gguf OUT.gguf TYPE")

@@ -5,9 +5,10 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from oneshot.cli.parser import OneOf
@@ -17,7 +18,7 @@ from oneshot.errors import ConfigError, OneshotError
 from oneshot.method import Method
 from oneshot.parsing import launched_rank
 from oneshot.recipes import RECIPES
-from oneshot.settings import parse_setting, read_recipe, settings
+from oneshot.settings import RECIPE_NAME, parse_setting, read_recipe, settings
 
 TEXT, MACHINE = TextOptions(), MachineOptions()
 CHECKPOINT_HELP = "a folder of safetensors or pytorch_model.bin, a .gguf file, or a hub name such as org/model"
@@ -200,6 +201,21 @@ def parse_config(arguments: argparse.Namespace, **more: Any) -> Config:
     if "checkpoint" not in options:
         raise ConfigError("No checkpoint is given: name a folder, a .gguf file, or a model on the hub.")
     return Config.of(**options)
+
+
+def refuse_recipe(recipe: str | None, outputs: Iterable[str]) -> None:
+    """Raise `OutputError` if a recipe file lies where a result appears; the result writes its own `recipe.yaml` again.
+
+    `outputs`: the results' folders or files.
+    """
+    from oneshot.checkpoint import output_folder, refuse_inputs
+
+    if recipe is None:
+        return
+    path = Path(recipe).expanduser()
+    for output in map(output_folder, outputs):
+        if path.resolve() != output.resolve() / RECIPE_NAME:
+            refuse_inputs(output, {f"the recipe {recipe}": [path]})
 
 
 def _settings(texts: Sequence[str]) -> dict[str, Any]:

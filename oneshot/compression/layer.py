@@ -207,7 +207,7 @@ class LayerCompressor:
             work.working = task.fold(work.working, factors)
             task.keep_(work, units, values)
             if task.corrects_up:
-                work.working, factors = correct_up(task, tensors, work.working, states)
+                factors = correct_up(task, tensors, work, states)
             release_heap()
             # 5. The compressed stream moves on through the smaller sublayer, with the next pass.
             current = self._current(layer, work.working, states)

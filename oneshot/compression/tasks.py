@@ -137,7 +137,11 @@ class FeedForwardTask(OneWriterTask):
     @property
     def corrects_up(self) -> bool:
         """Return whether `up_proj` is also corrected; `Method` and `Grid.settle` refuse it where it cannot be."""
-        return self.method.up_steps > 0 and self.is_reduced
+        return self.method.up_steps > 0 and (self.is_reduced or bool(self.ranks))
+
+    @property
+    def is_solved(self) -> bool:
+        return super().is_solved or self.corrects_up
 
     @property
     def neuron_curvature(self) -> torch.Tensor | None:

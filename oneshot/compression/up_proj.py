@@ -7,7 +7,7 @@ import torch
 from oneshot.compression.correction import Factors, correct
 from oneshot.compression.fold import augmented_weight, fold_sublayer
 from oneshot.compression.statistics import GramAccumulator, with_constant_column
-from oneshot.compression.sublayer import SublayerTask
+from oneshot.compression.sublayer import LayerWork, SublayerTask
 from oneshot.linalg.conjugate_gradients import conjugate_gradients
 from oneshot.linalg.psd import RidgeFactor
 from oneshot.linalg.sums import add_gram_, add_product_, as_float32, finished_gram
@@ -29,15 +29,16 @@ def up_passes(task: SublayerTask, states: States) -> float:
     return 1 + (1 + task.method.up_steps) * states.share_read(batches_apart(task, states))
 
 
-def correct_up(task: SublayerTask, tensors: Tensors, folded: Tensors, states: States) -> tuple[Tensors, Factors]:
-    """Return the `folded` layer with a corrected `up_proj`, and its output linear solved again.
+def correct_up(task: SublayerTask, tensors: Tensors, work: LayerWork, states: States) -> Factors:
+    """Correct `up_proj` of the folded layer in `work`, and solve its output linear again; return the linear's factors.
 
-    The factors state no error, because their statistics measure against a part of the target. `tensors` are the dense
-    layer's.
+    An `up_proj` of low rank keeps what it reads. The factors state no error, because their statistics measure against
+    a part of the target. `tensors` are the dense layer's.
     """
     # 1. Steps of `up_proj` towards the target.
     mixer = task.stack.ffn
-    dense, machine = states.dense_layer(task.layer, tensors), task.machine
+    dense, machine, folded = states.dense_layer(task.layer, tensors), task.machine, work.working
+    low_rank = work.ranks.get(task.index, {}).get("up")
     share = task.residual_weight(task.num_columns, round(states.stack_tokens * states.dense_share))
     step = up_proj_step(
         states,
@@ -49,10 +50,17 @@ def correct_up(task: SublayerTask, tensors: Tensors, folded: Tensors, states: St
         every=batches_apart(task, states),
         residual_weight=share,
         damping=task.method.fixed_damping,
+        read=None if low_rank is None else low_rank.inputs,
     )
     step = task.shared(lambda: step)  # rounding would differ between workers
     up = folded[f"{mixer.up}.weight"]
-    folded = folded | {f"{mixer.up}.weight": (up.to(step) + step).to(up)}
+    if low_rank is None:
+        moved = (up.to(step) + step).to(up)
+    else:
+        low_rank = replace(low_rank, outputs=low_rank.outputs + step)
+        work.ranks[task.index] = work.ranks[task.index] | {"up": low_rank}
+        moved = low_rank.whole(up.dtype).to(up.device)
+    folded = folded | {f"{mixer.up}.weight": moved}
     # 2. Statistics of the moved neurons.
     current, weight = states.layer(task.layer, folded), augmented_weight(folded, mixer.down).to(machine.device)
     has_bias = f"{mixer.down}.bias" in folded
@@ -70,7 +78,8 @@ def correct_up(task: SublayerTask, tensors: Tensors, folded: Tensors, states: St
     factors = task.shared(
         lambda: correct(weight, columns, statistics, correction="two-stream", damping=damping, shrinkage=shrinkage)
     )
-    return fold_sublayer(folded, task.sublayer, task.shape, factors), replace(factors, predicted_error=None)
+    work.working = fold_sublayer(folded, task.sublayer, task.shape, factors)
+    return replace(factors, predicted_error=None)
 
 
 def target_rows(
@@ -99,9 +108,11 @@ def up_proj_step(
     every: int,
     residual_weight: float,
     damping: float,
+    read: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return what to add to `up_proj` for a smaller error of the FFN's output; gate and `down_proj` stay.
+    """Return what to add to `up_proj`, or to its outputs of low rank, for a smaller error of the FFN's output.
 
+    Gate and `down_proj` stay.
     The output `V (g ⊙ U x)` of kept neurons is linear in `U`. With its error `r` against the target of `down_proj`'s
     correction, conjugate gradients take `steps` steps towards `min Σ ‖r − V (g ⊙ ΔU x)‖²`, preconditioned by the
     Kronecker-factored curvature `(E[g gᵀ] ∘ VᵀV) ⊗ E[x xᵀ]` (K-FAC, Martens and Grosse, arXiv 1503.05671, section 3).
@@ -110,19 +121,26 @@ def up_proj_step(
         index: the FFN's index in the layer. dense, current: the layer with all neurons, and with the kept ones.
         down_proj: `V (D, k)`. every: only each `every`-th batch is read. residual_weight: as in `correction.correct`.
         damping: ridge of both factors of the preconditioner.
+        read: `R (r, D)` float32 of an `up_proj` of low rank, which is linear in `R x`; None of a whole one.
 
     Returns:
-        `ΔU (k, D)` float32. Cost: `1 + steps` passes of these batches through the FFN, forward and backward.
+        `ΔU (k, D)`, or `(k, r)` of low rank; float32. Cost: `1 + steps` passes of these batches through the FFN,
+        forward and backward.
     """
+
+    def read_by_up(h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs, gates = current.gates(index, h)
+        return inputs if read is None else inputs @ read.to(inputs).T, gates
+
     # 1. The gradient, and the Grams of gates and inputs.
-    num_neurons, width = down_proj.shape[1], down_proj.shape[0]
+    num_neurons, width = down_proj.shape[1], down_proj.shape[0] if read is None else len(read)
     device, workers = down_proj.device, states.machine.workers
     gradient, gates_sum, inputs_sum = (
         torch.zeros(size, dtype=torch.float64, device=device)
         for size in ((num_neurons, width), (num_neurons, num_neurons), (width, width))
     )
     for h, dense_state in states.read(every):
-        inputs, gates = current.gates(index, h)
+        inputs, gates = read_by_up(h)
         reached = current.write(index, current.inner(index, h))
         lost = target_rows(dense, index, h, dense_state, residual_weight) - reached
         add_product_(gradient, (lost @ down_proj).mul_(gates), inputs)
@@ -141,7 +159,7 @@ def up_proj_step(
     def curvature(direction: torch.Tensor) -> torch.Tensor:
         product, rows = torch.zeros(num_neurons, width, dtype=torch.float64, device=device), direction.to(down_proj).T
         for h, _ in states.read(every):
-            inputs, gates = current.gates(index, h)
+            inputs, gates = read_by_up(h)
             moved = (inputs @ rows).mul_(gates) @ down_proj.T
             add_product_(product, (moved @ down_proj).mul_(gates), inputs)
         workers.sum_(product)

@@ -58,6 +58,7 @@ def evaluate_windows(
     tasks: Sequence[str],
     limit: int | None,
     include_path: str | None,
+    batch_size: int,
     device: torch.device,
     dtype: torch.dtype | str,
 ) -> list[Evaluation]:
@@ -68,7 +69,8 @@ def evaluate_windows(
 
     Args:
         names: what the checkpoints are called. decode_tokens: 0 leaves the latency out. prefill_tokens: None for
-            `PREFILL_TOKENS`, or as many as learned positions allow.
+            `PREFILL_TOKENS`, or as many as learned positions allow. batch_size: windows, or requests of tasks, in one
+            forward pass.
 
     Raises `CheckpointError`, `CalibrationError` and `ConfigError`.
     """
@@ -99,7 +101,7 @@ def evaluate_windows(
     models = [load_model(checkpoint.folder, device=device, dtype=dtype) for checkpoint in checkpoints]
     for name, model in zip(names, models, strict=True) if texts else ():
         warn_if_long(sequence_length, getattr(model.config.get_text_config(), "max_position_embeddings", None), name)
-    scores = _scores(models, windows, with_baseline=with_baseline)
+    scores = _scores(models, windows, with_baseline=with_baseline, batch_size=batch_size)
     latencies: Sequence[tuple[float | None, float | None]] = [(None, None)] * len(models)
     if decode_tokens > 0:
         ids = next(iter(windows.values())).flatten() if windows else torch.ones(1).long()
@@ -122,6 +124,7 @@ def evaluate_windows(
                 device=device,
                 dtype=dtype,
                 manager=manager,
+                batch_size=batch_size,
             )
             result = replace(result, tasks=found)
         results.append(result)
@@ -150,10 +153,14 @@ def _refuse_unknown_tokens(
                 )
 
 
-def _scores(models: list[Any], windows: dict[str, torch.Tensor], *, with_baseline: bool) -> list[dict[str, TextScore]]:
+def _scores(
+    models: list[Any], windows: dict[str, torch.Tensor], *, with_baseline: bool, batch_size: int
+) -> list[dict[str, TextScore]]:
     """Return every model's scores by text; the last model is the baseline, if there is one."""
     compared, baseline = (models[:-1], models[-1]) if with_baseline else (models, None)
-    by_text = {text: score_windows(compared, ids, baseline=baseline) for text, ids in windows.items()}
+    by_text = {
+        text: score_windows(compared, ids, baseline=baseline, batch_size=batch_size) for text, ids in windows.items()
+    }
     return [{text: of_models[place] for text, of_models in by_text.items()} for place in range(len(models))]
 
 

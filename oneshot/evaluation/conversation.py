@@ -12,7 +12,7 @@ from oneshot.errors import CheckpointError, cause
 from oneshot.evaluation.kinds import kind_of
 from oneshot.evaluation.models import load_model
 from oneshot.report.words import CUT, NOTHING
-from oneshot.text import load_tokenizer, prompt_ids
+from oneshot.text import load_tokenizer, prompt_ids, whole_letters
 
 MOST_LETTERS = 2**20  # of a conversation in the words of a chat template
 
@@ -90,6 +90,7 @@ class Conversation:
 
     def _ids(self, prompt: str) -> Any:
         """Return the tokens `(1, length)`, int64, of the conversation with one more turn, or of the prompt alone."""
+        prompt = whole_letters(prompt)  # Python keeps bytes of an argument that are not UTF-8 as surrogates
         if self._tokenizer.chat_template:
             self._turns.append({"role": "user", "content": prompt})
             ids = prompt_ids(self._tokenizer, self._turns, "the conversation", MOST_LETTERS)

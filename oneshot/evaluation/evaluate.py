@@ -18,6 +18,8 @@ from oneshot.machine.scratch import scratch_folder
 from oneshot.text import SELF, exists
 from oneshot.text.files import shown
 
+EXAMPLES_TOGETHER = 8  # unless a batch size is given
+
 
 def evaluate(
     checkpoints: Sequence[str],
@@ -79,6 +81,7 @@ def evaluate(
                 tasks=asked.tasks,
                 limit=asked.limit,
                 include_path=asked.include_path,
+                batch_size=asked.batch_size or 1,
                 device=where,
                 dtype=compute,
             )
@@ -93,7 +96,7 @@ def evaluate(
             with_baseline=baseline is not None,
             longest=asked.sequence_length,
             limit=asked.max_windows,
-            batch_size=asked.batch_size,
+            batch_size=asked.batch_size or EXAMPLES_TOGETHER,
             device=where,
             dtype=compute,
         )

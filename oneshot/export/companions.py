@@ -129,7 +129,7 @@ def _empty_model(config_json: str) -> Any:
     config_class, model_class = model_classes(config)
     stated = with_floats(config) | {"output_attentions": False}  # which this attention refuses to return
     with torch.device("meta"):
-        return model_class(config_class.from_dict(stated, attn_implementation=attention_of(model_class)))
+        return model_class(config_class.from_dict(stated, attn_implementation=attention_of(model_class, config)))
 
 
 def empty_tensors(config: dict[str, Any], experts: Experts | None = None) -> dict[str, torch.Tensor]:

@@ -3,6 +3,7 @@
 Read in the sources of llama.cpp (llama-cpp-python 0.3.36, `src/models/`) and mlx-lm 0.32.2 (`mlx_lm/models/`).
 """
 
+from itertools import cycle, islice
 from typing import Any
 
 from oneshot.checkpoint import complete_text_config, per_layer_lists
@@ -27,6 +28,7 @@ KINDS_BY_NUMBER = {
     "qwen3_next": ("llama.cpp", "mlx-lm"),
     "smollm3": ("llama.cpp",),
 }
+LETTERS = "sliding_window_pattern"  # a letter for each layer, such as LLLG; others state a number, or null
 SCALED_BY_LAYERS = {"gemma2": 46, "gemma3_text": 62}  # where llama.cpp divides the hidden size by the heads
 WINDOWED_BY_LAYERS = {"exaone4": 64}  # other numbers of layers have no windows in llama.cpp
 # llama.cpp has one architecture for these families, and finds out by layers and tokens if their queries are one linear
@@ -68,7 +70,7 @@ def _kinds(text: dict[str, Any]) -> str | None:
     if engines is None:
         return None
     stated = per_layer_lists(text)
-    derived = per_layer_lists({name: value for name, value in text.items() if name not in stated})
+    derived = _of_numbers(text, stated)
     differ = [name for name, values in stated.items() if derived.get(name) != values]
     if not differ:
         return None
@@ -76,6 +78,18 @@ def _kinds(text: dict[str, Any]) -> str | None:
         f"{' and '.join(engines)} would compute another model: removed layers have moved the others, and there the "
         f"number of a layer decides what config.json states in {' and '.join(differ)}."
     )
+
+
+def _of_numbers(text: dict[str, Any], stated: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """Return what engines make of the layers' numbers in the place of the stated lists, as the class does without them.
+
+    The class of EXAONE 4.0 does not read the letters of its pattern, of which mlx-lm makes the kinds, nor its absence.
+    """
+    pattern = text.get(LETTERS)
+    if text["model_type"] == "exaone4" and (isinstance(pattern, str) or not pattern):
+        letters = islice(cycle(pattern or "G"), text["num_hidden_layers"])
+        return {"layer_types": ["sliding_attention" if one == "L" else "full_attention" for one in letters]}
+    return per_layer_lists({name: value for name, value in text.items() if name not in stated and value is not None})
 
 
 def _scale(text: dict[str, Any]) -> str | None:

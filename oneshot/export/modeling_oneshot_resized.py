@@ -196,6 +196,17 @@ def own_heads(config: Any) -> dict[int, int]:
     }
 
 
+class OneshotLayers(list[Any]):
+    """The configs of all layers, and what the stock class has for a type of layers, which rotary positions ask for."""
+
+    def __init__(self, layers: list[Any], stated: Any) -> None:
+        super().__init__(layers)
+        self._stated = stated
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._stated[place] if isinstance(place, str) else super().__getitem__(place)
+
+
 def _cached_layers(stock: Any) -> property:
     """Return the property in which static caches look for the heads of every layer, with the layers' own."""
     stated_layers = stock.per_layer_config.fget
@@ -207,7 +218,7 @@ def _cached_layers(stock: Any) -> property:
         layers = [copy.copy(stated[number]) for number in range(len(config.resized))]
         for number, groups in own.items():
             layers[number].num_key_value_heads = groups
-        return layers
+        return OneshotLayers(layers, stated)
 
     return property(cached_layers, stock.per_layer_config.fset)
 

@@ -20,7 +20,7 @@ IN_GROUPS = (
 SIZES = Sizes(
     intermediate_size="moe_intermediate_size",
     dense_width="intermediate_size",
-    num_experts=("n_routed_experts",),
+    num_experts=("n_routed_experts", "num_local_experts", "num_experts"),  # some classes read the others as the first
     experts_per_token="num_experts_per_tok",
     shared_experts="n_shared_experts",
 )

@@ -24,6 +24,7 @@ OTHER_NAMES = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_t
 ONLY_INSIDE = {MISTRAL4.model_type: MISTRAL4}
 # text models whose heads are as wide as the hidden size, whatever their config states of them
 WITH_FIXED_HEADS = ("glm4v", "qwen2_vl", "qwen2_5_vl")
+CAPPED = ("gemma4",)  # wrappers whose class bounds its logits as the language model's own class does
 NO_DEPTH = "--set depth= is not supported for {}, whose layers may also take features of images; leave it out."
 
 
@@ -47,6 +48,8 @@ def within_wrapper(text: Description, wrapper: Description) -> Description:
         unused_prefixes=tuple(re.sub("^model[.]", wrapper.text_module, name) for name in text.unused_prefixes),
         unsupported={**text.unsupported, **UNSUPPORTED, **heads, "depth": NO_DEPTH.format(name)},
         like_llama=True,
+        head_scale=1.0,  # no wrapper has a factor
+        head_cap=text.head_cap if name in CAPPED else None,
     )
 
 

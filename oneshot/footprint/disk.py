@@ -4,7 +4,7 @@ import tempfile
 from pathlib import Path
 
 from oneshot.config import MachineOptions
-from oneshot.errors import ConfigError, MemoryLimitError
+from oneshot.errors import ConfigError, MemoryLimitError, cause
 from oneshot.footprint import terms
 from oneshot.footprint.terms import DOUBLE, FLOAT
 from oneshot.footprint.work import Work
@@ -43,10 +43,14 @@ def scratch_bytes(work: Work) -> int:
 
 
 def offload_folder(options: MachineOptions) -> Path:
-    """Return the folder of scratch files. Raises `ConfigError` if the named folder does not exist."""
+    """Return the folder of scratch files. Raises `ConfigError` if it does not exist, or if its name is not UTF-8."""
     folder = Path(tempfile.gettempdir() if options.offload_dir is None else options.offload_dir).expanduser()
     if not folder.is_dir():
         raise ConfigError(f"--offload-dir {folder} is not a folder; create it or name another.")
+    try:
+        str(folder).encode()  # safetensors accepts only UTF-8
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"--offload-dir {folder} cannot be used ({cause(error)}); name another.") from error
     return folder
 
 

@@ -16,7 +16,7 @@ from oneshot.export import FurtherResult
 from oneshot.export.quantisers import refuse_without_quantisers
 from oneshot.export.served import reason_against_result, width_step_in
 from oneshot.export.tensor_types import refuse_impossible
-from oneshot.footprint import TYPES
+from oneshot.footprint import TYPES, offload_folder
 from oneshot.linalg.psd import GramNote
 from oneshot.machine.durable import seal
 from oneshot.planning import (
@@ -48,6 +48,7 @@ from oneshot.run import (
     file_bytes,
     footprint_of,
     grid_of,
+    paths_read,
     plans_by_profile,
     stages_of,
 )
@@ -102,7 +103,7 @@ class Job:
         config = replace(config, form=cast(FormName, run.form.name), target=served)
         self.config, self.run, self.output = config, run, output_folder(config.output)
         try:
-            refuse_place(self.output, run.model.checkpoint, overwrite=config.overwrite, resume=config.resume)
+            refuse_place(self.output, self._paths_read(), overwrite=config.overwrite, resume=config.resume)
         except OutputError as error:
             if not dry:
                 raise
@@ -161,6 +162,12 @@ class Job:
             self._predict_sizes(make_plan(run.grid, run.method, wanted, damages, self.budget), is_final=True)
         elif by_profile and self.budget.unit == "parameters":  # not the parameters of equal layers
             self._predict_sizes(self.plan, is_final=False, parameters=round(self.budget.target))
+
+    def _paths_read(self) -> dict[str, list[Path]]:
+        """Return the files and folders that this job needs until its end, by what a sentence calls them."""
+        found, scratch = paths_read(self.config), offload_folder(self.config.machine)
+        found["the input checkpoint"].append(self.run.model.checkpoint.folder)  # of a hub name
+        return found | {f"the off-load folder {scratch}": [scratch]}
 
     def _predict_sizes(self, plan: Plan, *, is_final: bool, parameters: int | None = None) -> None:
         """Put a plan's parameters, or so many in their place, and their bytes into the footprint."""
@@ -244,7 +251,7 @@ class Job:
         if better is None:
             return
         share = 1 - run.grid.stack(self.plan).stored_parameters() / run.dense.stored_parameters()
-        ranks = grid_of(better, run.model, run.config.target).ranks_embedding
+        ranks = grid_of(better, run.model, run.config).ranks_embedding
         if not (ranks and run.model.shape.tied):  # as in no model that was measured
             known = "which also shrinks other linears, usually loses less"
         elif share > MEASURED_SHARE:
@@ -307,6 +314,14 @@ class Job:
             ) from error
         if report.fingerprint != self.fingerprint or report.weights_hash != self.weights_hash():
             return None
+        changed = [name for name, size in report.file_bytes.items() if _bytes_of(self.output / name) != size]
+        if changed and self.config.overwrite:
+            return None
+        if changed:
+            raise OutputError(
+                f"{self.output / changed[0]} is missing or was changed after this command wrote it; add --overwrite to "
+                "make the result anew, or choose another --output."
+            )
         remove_leftovers(self.output, self.fingerprint)
         return report
 
@@ -344,6 +359,11 @@ class Job:
             if run.timings is not None:
                 journal.save(SAVED_TIMINGS, run.timings)
             yield journal
+
+
+def _bytes_of(path: Path) -> int | None:
+    """Return the bytes of a file; None if there is none."""
+    return path.stat().st_size if path.is_file() else None
 
 
 def plan_jobs(configs: Sequence[Config], run: Run) -> list[Job]:

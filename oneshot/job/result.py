@@ -2,7 +2,8 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from oneshot.checkpoint import IMPORTANCE_NAME, Journal, card_metadata
@@ -99,7 +100,7 @@ def write_result(job: Job, journal: Journal, layers: Sequence[LayerReport]) -> R
     for sentence in (*gram_sentences(job.gram_notes, layers), *notes):
         logger.warning("%s", sentence)
     run.tracker.step("writing the report")
-    report = _report(job, layers, compressed, weights_hash)
+    report = replace(_report(job, layers, compressed, weights_hash), file_bytes=_file_bytes(folder))
     (folder / RECIPE_NAME).write_text(recipe_text(config), encoding="utf-8")
     task = task_of(written)
     write_report(
@@ -112,6 +113,12 @@ def write_result(job: Job, journal: Journal, layers: Sequence[LayerReport]) -> R
         usage=form.usage(task),
     )
     return report
+
+
+def _file_bytes(folder: Path) -> dict[str, int]:
+    """Return the bytes of the weight files of a result and of their index, by name."""
+    files = (path for pattern in ("*.safetensors*", "*.gguf") for path in folder.glob(pattern))
+    return {path.name: path.stat().st_size for path in sorted(files)}
 
 
 def _write_importance(job: Job, journal: Journal) -> None:

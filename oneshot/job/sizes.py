@@ -103,9 +103,7 @@ def _plan_by_profile(job: Job, journal: Journal, types: OriginalTypes | None) ->
         budget = budget_of(run, target)
     job.plan = plan = share(0, lambda: make_plan(run.grid, run.method, target, damages, budget))
     job.refuse_unserved()
-    grids: dict[str, Grid] = {
-        name: grid_of(form_of(name, run.model.family), run.model, run.config.target) for name in FORMS
-    }
+    grids: dict[str, Grid] = {name: grid_of(form_of(name, run.model.family), run.model, run.config) for name in FORMS}
     job.divergences = predicted_divergences(grids, job.config.method, target, plan, measured, budget) or None
     verdict = mixture_verdict(run.grid, measured)
     job.mixture = None if verdict is None else verdict_record(verdict)

@@ -35,14 +35,15 @@ def plans_without_layers(problem: Problem, plan: Plan) -> list[Plan]:
     """Return the plan, the one without one layer, without two, and so on.
 
     Layers go in the order of their own damage, the last layers first if damages are unknown. One layer with attention
-    stays.
+    stays, and as many layers as a pipeline has stages.
     """
     grid, damages = problem.grid, problem.damages
     known = torch.arange(grid.shape.num_hidden_layers, 0, -1) if damages is None else damages["layers"]
     fewer, left = [plan], set(range(len(known)))
     attending = {layer for layer in left if grid.family.attends(layer)}
     for layer in known.argsort().tolist():
-        if left & attending == {layer} or len(left) == 1:  # caches of hybrids ask attention how long the text is
+        is_needed = left & attending == {layer}  # caches of hybrids ask attention how long the text is
+        if is_needed or len(left) == grid.serving.pp:
             continue
         left.remove(layer)
         layers = list(fewer[-1].layers)

@@ -11,7 +11,7 @@ from oneshot.errors import PlanError, together
 from oneshot.method import AUTO, Allocation, Method
 from oneshot.planning.kept import NOTHING, Kept
 from oneshot.planning.plan import Plan
-from oneshot.planning.serving import Half, MisfitError, less_demanding, misfit
+from oneshot.planning.serving import SMALLER_GROUPS, Half, MisfitError, TooFewLayersError, less_demanding, misfit
 from oneshot.planning.unsupported import errors_against, errors_against_profile
 from oneshot.serving import ANY, Serving
 
@@ -40,6 +40,7 @@ class Grid:
         maps_tied_head: whether a tied head stays tied after a matrix if the hidden size shrinks.
         writes_vocabulary: whether the weight file also holds the tokenizer, which takes memory.
         kept: what stays as it is, because the run was asked to keep it. serving: what every result must open with.
+        advised_groups: of weights that are rounded together, from which advice chooses: the largest first.
         stored: the sizes that the input stores, with its ranks; None for the sizes of the shape, which has none.
     """
 
@@ -62,6 +63,7 @@ class Grid:
     writes_vocabulary: bool = False
     kept: Kept = NOTHING
     serving: Serving = ANY
+    advised_groups: tuple[int, ...] = SMALLER_GROUPS
     stored: StackShape | None = None
     holds_heads: Callable[[int, int], bool] = field(default=lambda heads, groups: True, compare=False)
 
@@ -213,7 +215,7 @@ class Grid:
 
     def misfit_sentence(self, plan: Plan, *halves: Half) -> str:
         """Return a sentence why a plan cannot be served, with what can be asked for instead."""
-        others = less_demanding(self.serving)
+        others = less_demanding(self.serving, self.advised_groups)
         fitting = next((other for other in others if self.misfit_of(plan, *halves, serving=other) is None), None)
         advice = "leave --serve out" if fitting in (None, ANY) else f"give --serve {fitting}"
         return f"{self.misfit_of(plan, *halves)}; {advice}."
@@ -234,9 +236,9 @@ class Grid:
         self.refuse_stages(len(plan.kept_layers))
 
     def refuse_stages(self, layers: int) -> None:
-        """Raise `MisfitError` if so many layers are fewer than the stages of a pipeline."""
+        """Raise `TooFewLayersError` if so many layers are fewer than the stages of a pipeline."""
         if layers < self.serving.pp:
-            raise MisfitError(
+            raise TooFewLayersError(
                 f"{layers} layers stay, which {self.serving.pp} stages of a pipeline cannot share; give --serve a "
                 "smaller pp."
             )

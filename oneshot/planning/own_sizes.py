@@ -227,7 +227,7 @@ def _rank_choices(
         return choices
     for kind in mixer.ranked:
         name = f"{kind}_rank"
-        if name in damages and not (kind == "up" and method.up_steps):  # its steps would give it its full rank again
+        if name in damages:
             ranks = rank_options(shape, kind, problem.target.round_to)
             lost = np.pad(damages[name][:, ranks].numpy(), ((0, 0), (0, 1)))
             choices.append(([{name: rank} for rank in [*ranks, None]], lost))

@@ -4,7 +4,7 @@ A linear that reads the residual stream is shared by its outputs, and one that w
 1909.08053, section 3). So heads and neurons are shared, and groups must divide the inputs that one GPU has.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -20,6 +20,10 @@ GROUPS_OF: dict[QuantiseName, tuple[int, ...]] = {"w4a16": (128, 64, 32), "nvfp4
 
 class MisfitError(PlanError):
     """No size that a plan may have can be served as it is asked for."""
+
+
+class TooFewLayersError(MisfitError):
+    """Fewer layers stay than a pipeline has stages, whatever their sizes are."""
 
 
 def inputs_of(shape: ModelShape, number: int, layer: LayerShape, half: Half) -> Iterator[int]:
@@ -78,9 +82,9 @@ def misfit(
     return None
 
 
-def less_demanding(serving: Serving) -> Iterator[Serving]:
-    """Yield smaller groups, and then fewer GPUs, for advice."""
-    yield from (replace(serving, group=group) for group in SMALLER_GROUPS if group < serving.group)
+def less_demanding(serving: Serving, groups: Sequence[int]) -> Iterator[Serving]:
+    """Yield smaller groups, of those given, and then fewer GPUs, for advice."""
+    yield from (replace(serving, group=group) for group in groups if group < serving.group)
     yield from (replace(serving, tp=tp) for tp in range(serving.tp - 1, 0, -1))
     yield replace(serving, tp=1, group=1)
 

@@ -24,7 +24,7 @@ from oneshot.planning.kept import NOTHING
 from oneshot.planning.own_sizes import with_own_sizes
 from oneshot.planning.plan import Plan, RemovedUnit
 from oneshot.planning.problem import Problem, best_of, nearest
-from oneshot.planning.serving import MisfitError
+from oneshot.planning.serving import MisfitError, TooFewLayersError
 from oneshot.planning.stated import stated_plan, with_sizes
 from oneshot.serving import ANY
 
@@ -50,6 +50,8 @@ def make_plan(
     except OutOfReachError as error:
         advice = _within_reach(problem, error.least)
         raise OutOfReachError(error.budget, error.least, advice) if advice else error from None
+    except TooFewLayersError:
+        raise
     except MisfitError as error:
         unit = _heads_that_fit(problem)
         further = f", or allow --set heads=id --set head_unit={unit}" if unit else ""
@@ -109,7 +111,9 @@ def _with_less_in_layers(problem: Problem, plan: Plan, *, shrinks: bool) -> Plan
     options = plans_without_layers(problem, plan) if whole_layers else [plan]
     if whole_layers and not shrinks:
         asked, least = problem.show(options[-1])
-        return nearest(problem, options, f"The target is {asked}, but one layer alone has {least}")
+        num_layers = len(options[-1].kept_layers)
+        alone = "one layer alone has" if num_layers == 1 else f"{num_layers} layers alone have"
+        return nearest(problem, options, f"The target is {asked}, but {alone} {least}")
     # the last one is below the budget by its layers alone: fewer only do more damage
     below = [number for number, option in enumerate(options) if problem.measure(option) < target]
     return best_of(problem, options[: below[0] + 1] if below else options, lambda option: reduced(problem, option))

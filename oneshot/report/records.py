@@ -193,7 +193,8 @@ class Report:
     `evaluations`: what `oneshot evaluate` added later, the newest last. `further_parameters`: of layers that predict
     tokens after the next one, which no other number counts; None if the result has none. `stored_parameters`: of the
     input (`dense`), of the result (`compressed`), and of the model that an input of ours came from (`original`).
-    `mixture`: the verdict of a profile that measured narrower and fewer experts (`report.mixture`).
+    `mixture`: the verdict of a profile that measured narrower and fewer experts (`report.mixture`). `file_bytes`: of
+    the result's weight files and their index, by name.
     """
 
     config: dict[str, Any]
@@ -223,6 +224,7 @@ class Report:
     evaluations: tuple[Comparison, ...] = ()
     further_parameters: dict[str, int] | None = None
     mixture: dict[str, Any] | None = None
+    file_bytes: dict[str, int] = field(default_factory=dict)
 
     @property
     def all_warnings(self) -> list[str]:

@@ -4,12 +4,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from oneshot.checkpoint import Model
-from oneshot.config import Config, Target
+from oneshot.config import Config
 from oneshot.errors import ConfigError, PlanError, together
 from oneshot.export import Form, form_of
 from oneshot.export.served import FORMS_OPENED, reason_against_form
 from oneshot.method import AUTO, Method
-from oneshot.planning import Grid, errors_against, find_kept, reason_against_own_sizes
+from oneshot.planning import GROUPS_OF, Grid, errors_against, find_kept, reason_against_own_sizes
 from oneshot.profiling import profile_origin
 from oneshot.recipes import RECIPES
 
@@ -49,11 +49,12 @@ def settled_method(config: Config, grid: Grid) -> Method:
     return grid.settle(method, config.target)
 
 
-def grid_of(form: Form, model: Model, target: Target) -> Grid:
+def grid_of(form: Form, model: Model, config: Config) -> Grid:
     """Return the grid of a form, which knows the form that its refusals advise: per-layer, or else stock."""
-    grid = replace(
-        _grid_alone(form, model), kept=find_kept(target.keep, model.family, model.shape), serving=target.serving
-    )
+    grid, target = _grid_alone(form, model), config.target
+    grid = replace(grid, kept=find_kept(target.keep, model.family, model.shape), serving=target.serving)
+    if config.quantise in GROUPS_OF:
+        grid = replace(grid, advised_groups=GROUPS_OF[config.quantise])
     others = [form_of(name, model.family) for name in ("per-layer", "stock")]
     grids = [_grid_alone(other, model) for other in others if other.name != form.name]
     return replace(grid, instead=next((one for one in grids if one.refusal is None), None))
@@ -118,7 +119,7 @@ def _method_in(form: Form, config: Config, model: Model) -> Method | None:
     A loss needs a profile, which forms of equal layers have no use for.
     """
     try:
-        method = grid_of(form, model, config.target).settle(config.method, config.target)
+        method = grid_of(form, model, config).settle(config.method, config.target)
     except (ConfigError, PlanError):
         return None
     return None if config.target.max_loss is not None and not method.reads_profile else method

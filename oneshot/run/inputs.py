@@ -1,10 +1,16 @@
-"""The model that a run reads: found or converted, identified, and what the user should know of it."""
+"""The model that a run reads: found or converted, identified, and what the user should know of it.
+
+Also the files and folders that it reads, which no result may replace.
+"""
 
 import logging
+import os
+from pathlib import Path
 
 from oneshot.architecture import StackShape, predicts_tokens, stated_class
 from oneshot.checkpoint import Checkpoint, GgufCheckpoint, Model, identify, locate_checkpoint, open_gguf
 from oneshot.checkpoint.dtypes import DTYPES
+from oneshot.checkpoint.safe_files import module_folders
 from oneshot.checkpoint.tables import NOISE, sampled_difference, tied
 from oneshot.config import Config
 from oneshot.footprint import current_bounds, refuse_conversion
@@ -12,8 +18,24 @@ from oneshot.machine import Machine
 from oneshot.method import Method
 from oneshot.report.progress import Tracker
 from oneshot.report.sharing import shared_name
+from oneshot.text import SELF, SHORT_NAMES, exists, file_of, split_sources
 
 logger = logging.getLogger(__name__)
+
+
+def paths_read(config: Config) -> dict[str, list[Path]]:
+    """Return the files and folders on this machine that a run reads, by what a sentence calls them."""
+    checkpoint = Path(os.path.expanduser(config.checkpoint))  # as `open_gguf`
+    found = {"the input checkpoint": [checkpoint] if checkpoint.exists() else []}
+    if checkpoint.is_dir():
+        found["the input checkpoint"] += [checkpoint / place for place in module_folders(checkpoint)]
+    for source in split_sources(config.text.calibration):
+        path, _ = file_of(source)
+        if source not in (*SHORT_NAMES, SELF) and exists(path):
+            found[f"the calibration text {path}"] = [path]
+    if config.profile is not None:
+        found[f"the profile {config.profile}"] = [Path(config.profile).expanduser()]
+    return found
 
 
 def open_input(config: Config, machine: Machine, tracker: Tracker) -> tuple[Checkpoint, GgufCheckpoint | None]:

@@ -118,7 +118,7 @@ class Run:
         if config.method.correction == "bias" and config.target.sparsity != 0:
             self.model = self.model.with_ffn_biases()
         self.further = Further(self.model, self.form)
-        self.grid = grid_of(self.form, self.model, config.target)
+        self.grid = grid_of(self.form, self.model, config)
         if config.quantise is not None:
             refuse_quantising_kept(self.grid)
         self.method = settled_method(config, self.grid)
@@ -127,7 +127,7 @@ class Run:
             raise PlanError(reason)
         if plain.has_ranks and not tell_of_ranks(self.dense, plain, self.method):
             self.model, self.dense = self.model.as_whole(), plain.as_whole().stored
-            self.grid = grid_of(self.form, self.model, config.target)
+            self.grid = grid_of(self.form, self.model, config)
         # 4. what is read and measured later
         self.text_options = config.text
         if config.target.sparsity != 0 and config.recipe == "oneshot" and self.method.reduces_ffn:  # no paper's method

@@ -141,7 +141,8 @@ def attend_by_sequence(model: Model, module: Any) -> None:
 
 
 def _implementation(model: Model) -> str:
-    chosen = attention_of(stock_classes(model.checkpoint.config)[1])
+    config = model.checkpoint.config
+    chosen = attention_of(stock_classes(config)[1], config)
     return chosen if isinstance(chosen, str) else chosen["text_config"]
 
 

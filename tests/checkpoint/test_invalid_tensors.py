@@ -1,5 +1,6 @@
 """Headers, shapes and dtypes of safetensors files that no checkpoint has, each refused in one sentence."""
 
+import re
 import struct
 from pathlib import Path
 
@@ -7,7 +8,8 @@ import pytest
 import torch
 from damage import EMBEDDING, edit_config, edit_tensors, message_of
 from factories import MakeCheckpoint
-from safetensors.torch import load_file
+from families.cases import CASES
+from safetensors.torch import load_file, save_file
 
 from oneshot.checkpoint import open_model
 from oneshot.checkpoint.reader import SINGLE_NAME
@@ -90,6 +92,31 @@ def test_a_tensor_that_the_model_does_not_have(own_checkpoint: MakeCheckpoint) -
     folder = own_checkpoint()
     edit_tensors(folder, lambda tensors: tensors.update(extra=torch.ones(2)))
     assert "The checkpoint has extra (2,), which config.json of a llama model does not ask for" in message_of(folder)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_biases_beside_those_of_the_class(name: str, tmp_path: Path) -> None:
+    """transformers ignores biases that its class lacks, and starts those with zeros that the files lack."""
+    case = CASES[name]
+    case.build(**case.options).save_pretrained(tmp_path)
+    model, path = open_model(str(tmp_path), tmp_path), tmp_path / SINGLE_NAME
+    tensors, original = load_file(path), path.read_bytes()
+    linears: dict[str, list[str]] = {}  # stored names in all layers
+    for in_class in model.checkpoint.shapes:
+        stored = model.checkpoint.stored(in_class)
+        is_linear = in_class.endswith(".weight") and tensors[stored].ndim == 2 and ".experts." not in in_class
+        if is_linear and model.family.is_in_layers(in_class):
+            linears.setdefault(re.sub(r"[.]\d+[.]", ".", in_class, count=1), []).append(stored)
+    assert linears
+    for weights in linears.values():
+        biases = {weight.removesuffix("weight") + "bias": torch.ones(len(tensors[weight])) for weight in weights}
+        is_missing = biases.keys() <= tensors.keys()
+        others = {stored: tensor for stored, tensor in tensors.items() if stored not in biases}
+        save_file(others if is_missing else others | biases, path, {"format": "pt"})
+        told = message_of(tmp_path)
+        assert ("The checkpoint lacks" if is_missing else "The checkpoint has") in told
+        assert ".bias (" in told
+        path.write_bytes(original)
 
 
 def test_a_missing_head_if_the_config_does_not_tie_it(own_checkpoint: MakeCheckpoint) -> None:

@@ -12,6 +12,7 @@ import torch
 from damage import edit_config
 from factories import MakeCheckpoint, MakeConfig, build_model
 from families.cases import CASES
+from last_states import assert_passes, keep_last_states
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, MistralForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -104,6 +105,22 @@ def test_a_config_is_what_transformers_opens(model_type: str, tmp_path: Path) ->
         except AttributeError:  # kinds of layers that a class makes of other entries
             expected = model_type
         assert as_opened(config)["model_type"] == expected
+
+
+@pytest.mark.parametrize("both", [True, False])
+@torch.inference_mode()
+def test_kinds_of_layers_under_another_name_of_the_class(
+    both: bool, own_checkpoint: MakeCheckpoint, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The class of Granite 4 prefers `layers_block_type` to `layer_types`; a removed layer is in neither."""
+    folder = own_checkpoint(**CASES["granitemoehybrid"].options)
+    kinds = json.loads((folder / "config.json").read_text())["layer_types"]
+    edit_config(folder, layers_block_type=kinds, **({} if both else {"layer_types": "removed"}))
+    last, run = keep_last_states(monkeypatch), make_config(folder, form="stock", depth="sensitivity", sparsity=0.4)
+    compress(run)
+    result = AutoModelForCausalLM.from_pretrained(run.output)
+    assert result.config.num_hidden_layers == len(result.config.layer_types) < len(kinds)
+    assert_passes(result, "model.layers", run, last[0])
 
 
 def mistral_by_layers(own_checkpoint: MakeCheckpoint, **options: Any) -> Path:

@@ -1,6 +1,7 @@
 """`oneshot chat`: the answers equal the stock class's, turn by turn."""
 
 import io
+import os
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,28 @@ def test_answers_are_the_stock_models_turn_by_turn(
     capsys.readouterr()
     assert main(["chat", *options]) == 0
     assert capsys.readouterr().out == "".join(f"{answer}\n" for answer in expected)
+
+
+@pytest.mark.parametrize("has_template", [True, False])
+@pytest.mark.parametrize("typed", ["strict", "surrogateescape", None])
+def test_a_prompt_that_is_not_utf8_has_a_replacement(
+    typed: str | None,
+    has_template: bool,
+    own_checkpoint: MakeCheckpoint,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """`typed`: how the standard input decodes, as the locale has it; None: an argument."""
+    folder, latin = own_checkpoint(), b"caf\xe9 is latin"
+    if not has_template:
+        (folder / "chat_template.jinja").unlink()
+    options = ["chat", str(folder), "--max-new-tokens=3", "--device=cpu", "--dtype=float32"]
+    if typed is None:
+        assert main([*options, f"--prompt={os.fsdecode(latin)}"]) == 0
+    else:
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(latin + b"\n"), "utf-8", errors=typed))
+        assert main(options) == 0
+    assert capsys.readouterr().out.strip()
 
 
 def test_an_empty_answer_is_named_and_is_no_turn(

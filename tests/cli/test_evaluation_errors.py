@@ -1,6 +1,7 @@
 """Errors of `oneshot evaluate`: one line that names the thing, exit code 1, no traceback."""
 
 import json
+import shutil
 from functools import partial
 from pathlib import Path
 
@@ -52,6 +53,25 @@ def test_evaluation_errors(
     assert "Traceback" not in captured.err
     for name in names:
         assert name in errors[0]
+
+
+def test_an_output_that_is_not_an_earlier_evaluation(
+    own_checkpoint: MakeCheckpoint, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The text itself, the model's files, another JSON; the numbers of an evaluation may be replaced by newer ones."""
+    folder, text = own_checkpoint(), tmp_path / "own.txt"
+    shutil.copy(text_file, text)
+    options = [str(folder), f"--text={text}", "--decode-tokens=0", "--sequence-length=64", "--max-windows=1"]
+    before = {path: path.read_bytes() for path in (text, *folder.iterdir())}
+    for path in before:
+        assert evaluate.main([*options, f"--output={path}"]) == 1
+        assert f"error: {path} exists already and is not an earlier output" in capsys.readouterr().err
+        assert path.read_bytes() == before[path]
+    numbers = tmp_path / "numbers.json"
+    numbers.touch()
+    for _ in range(2):
+        assert evaluate.main([*options, f"--output={numbers}"]) == 0
+        assert json.loads(numbers.read_text())["evaluations"]
 
 
 def test_a_task_that_lm_eval_does_not_know(

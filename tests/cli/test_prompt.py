@@ -1,9 +1,11 @@
 """A question of the user's that the check at the end asks."""
 
+import os
+import re
 from pathlib import Path
 
 import pytest
-from factories import MakeCheckpoint
+from factories import MakeCheckpoint, small_arguments
 
 from oneshot.cli.main import main
 
@@ -43,3 +45,19 @@ def test_both_models_are_asked_what_the_user_asks(
     assert [line for line in lines if line.startswith("checking the result")] == [
         "checking the result on held-out text (4 of 4) …"
     ]
+
+
+@pytest.mark.parametrize("has_template", [True, False])
+def test_a_question_that_is_not_utf8_has_a_replacement(
+    has_template: bool,
+    own_checkpoint: MakeCheckpoint,
+    text_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = own_checkpoint()
+    if not has_template:
+        (folder / "chat_template.jinja").unlink()
+    arguments, question = small_arguments(folder, tmp_path / "out", text_file), os.fsdecode(b"Who is caf\xe9?")
+    assert main(["compress", *arguments, f"--prompt={question}"]) == 0
+    assert re.search("^asked +Who is caf\ufffd+\\?$", capsys.readouterr().out, re.MULTILINE)

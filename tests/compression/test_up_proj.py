@@ -30,11 +30,12 @@ def silu(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 FFN, INDEX = LLAMA.stack.ffn, LLAMA.stack.index_of("ffn")
 
 
+@pytest.mark.parametrize("rank", [None, 3])
 @pytest.mark.parametrize("two_streams", [False, True])
 @pytest.mark.parametrize("mlp_bias", [False, True])
 @torch.inference_mode()
 def test_many_steps_equal_least_squares(
-    two_streams: bool, mlp_bias: bool, make_checkpoint: MakeCheckpoint, tmp_path: Path
+    two_streams: bool, mlp_bias: bool, rank: int | None, make_checkpoint: MakeCheckpoint, tmp_path: Path
 ) -> None:
     model = open_model(str(make_checkpoint(hidden=8, width=12, heads=2, groups=1, mlp_bias=mlp_bias)), tmp_path)
     dense = model.read_layer(0)
@@ -46,6 +47,7 @@ def test_many_steps_equal_least_squares(
     builder = LayerBuilder(model, machine, 30)
     states = torch.randn(4, 30, 8, generator=generator)
     dense_states = torch.randn(4, 30, 8, generator=generator) if two_streams else None
+    low_rank = None if rank is None else torch.randn(rank, 8, generator=generator)
 
     def read(every: int) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
         for index in range(0, 4, every):
@@ -63,6 +65,7 @@ def test_many_steps_equal_least_squares(
             every=2,
             residual_weight=0.25,
             damping=1e-2,
+            read=low_rank,
         )
         return correction.numpy().astype(DOUBLE)
 
@@ -86,7 +89,8 @@ def test_many_steps_equal_least_squares(
     if dense_states is not None:
         target = 0.75 * target + 0.25 * (dense_states[::2].flatten(0, 1).numpy() - h)
     lost = target - reached
-    design = np.einsum("oj,tj,ta->toja", down.numpy().astype(DOUBLE), gates, normed).reshape(lost.size, -1)
+    read_by_up = normed if low_rank is None else normed @ low_rank.numpy().astype(DOUBLE).T
+    design = np.einsum("oj,tj,ta->toja", down.numpy().astype(DOUBLE), gates, read_by_up).reshape(lost.size, -1)
     best = np.linalg.lstsq(design, lost.ravel(), rcond=None)[0]
 
     def error(solution: np.ndarray[Any, Any]) -> float:
@@ -97,17 +101,25 @@ def test_many_steps_equal_least_squares(
     assert all(later < earlier for earlier, later in itertools.pairwise(errors))
 
 
-@pytest.mark.parametrize("mlp_bias", [False, True])
+@pytest.mark.parametrize(
+    ("mlp_bias", "settings"),
+    [
+        (False, {}),
+        (True, {}),
+        (False, {"form": "per-layer", "ranks": "sensitivity", "embedding": "none", "sparsity": 0.25, "round_to": 4}),
+    ],
+)
 def test_the_error_on_the_text_that_was_read_falls(
-    mlp_bias: bool, make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path
+    mlp_bias: bool, settings: dict[str, Any], make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path
 ) -> None:
     folder = make_checkpoint(layers=3, mlp_bias=mlp_bias)
     errors: list[list[float | None]] = []
     for steps in (0, 3):
         output = str(tmp_path / str(steps))
-        config = make_config(folder, output=output, up_steps=steps, correction="same-layer")
+        config = make_config(folder, output=output, up_steps=steps, correction="same-layer", **settings)
         report = compress(config)
         assert report.method["up_steps"] == steps
+        assert ("ranks" in settings) == any(layer["up_rank"] is not None for layer in report.plan["layers"])
         errors.append([layer.sublayers[-1].measured_error for layer in report.layers])
     assert all(
         corrected is not None and plain is not None and corrected < plain

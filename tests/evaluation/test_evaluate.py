@@ -139,6 +139,31 @@ def test_a_model_as_its_own_baseline(make_checkpoint: MakeCheckpoint, text_file:
     assert alone == dense, "a baseline changes nothing in the other numbers"
 
 
+def test_a_batch_size_is_of_windows_and_of_requests_of_tasks(
+    make_checkpoint: MakeCheckpoint, text_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import LlamaForCausalLM
+
+    rows: list[int] = []
+    forward = LlamaForCausalLM.forward
+
+    def counted(model: Any, input_ids: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        rows.append(len(input_ids))
+        return forward(model, input_ids, *arguments, **options)
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", counted)
+    folder, text = str(make_checkpoint()), str(text_file)
+    (alone,) = evaluate([folder], [text], decode_tokens=0, **OPTIONS)
+    assert set(rows) == {1}
+    rows.clear()
+    (together,) = evaluate([folder], [text], decode_tokens=0, batch_size=4, **OPTIONS)
+    assert rows == [4, 2], "of six windows"
+    assert together.perplexity == pytest.approx(alone.perplexity, rel=1e-5)
+    rows.clear()
+    evaluate([folder], [], decode_tokens=0, batch_size=4, tasks=["builtin"], limit=4)
+    assert max(rows) == 4
+
+
 def test_windows_are_the_text_in_order(text_file: Path, tokenizer: Any) -> None:
     windows = load_windows(str(text_file), tokenizer, sequence_length=20, max_windows=3)
     tokens = tokenizer(text_file.read_text())["input_ids"]

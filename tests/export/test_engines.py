@@ -8,15 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from damage import edit_config
 from factories import MakeCheckpoint, MakeConfig
 from transformers import AutoConfig
 
-from oneshot.checkpoint import with_kept_layers
+from oneshot.checkpoint import per_layer_lists, with_kept_layers
 from oneshot.export.engines import HEADS_FILL_HIDDEN_SIZE, KINDS_BY_NUMBER, notes_on_engines
 from oneshot.export.stock import StockForm
 from oneshot.families import find_family
 from oneshot.pipeline import compress
 
+SCALES: dict[str, dict[str, Any]] = {name: {"query_pre_attn_scalar": 16} for name in ("gemma2", "gemma3_text")}
 ROOT = Path(__file__).parents[2]
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 
@@ -66,6 +68,45 @@ def test_a_layer_that_moves_the_others_is_told(family: str, options: dict[str, A
     (note,) = notes_on_engines(cut(dense, 2))
     assert note.startswith(f"{engines} would compute another model")
     assert StockForm().loading(cut(dense, 2) | {"architectures": None}).endswith(note)
+
+
+@pytest.mark.parametrize("family", KINDS_BY_NUMBER)
+def test_a_config_of_which_its_class_could_not_make_the_stated_kinds(family: str) -> None:
+    """Such a config opens because it states them. EXAONE 4.0 is published with letters, and without windows."""
+    dense = stock(family, **SCALES.get(family, {}))
+    for name in ("sliding_window_pattern", "full_attention_interval"):
+        without = dense | {name: None}
+        if family != "exaone4":  # without a pattern it has no windows
+            assert notes_on_engines(without) == []
+        assert per_layer_lists(without) == per_layer_lists(dense)
+        notes_on_engines(cut(without, 2))
+
+
+def test_letters_of_exaone() -> None:
+    lettered = stock("exaone4", sliding_window=8, sliding_window_pattern=4) | {"sliding_window_pattern": "LLLG"}
+    assert not any("have moved the others" in note for note in notes_on_engines(lettered))
+    assert any("have moved the others" in note for note in notes_on_engines(cut(lettered, 2)))
+    whole = {"sliding_window": None, "sliding_window_pattern": None, "layer_types": ["full_attention"] * 12}
+    assert notes_on_engines(cut(lettered | whole, 2)) == []
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {"sliding_window": None, "sliding_window_pattern": None, "layer_types": ["full_attention"] * 4},
+        {"sliding_window_pattern": "LLLG", "layer_types": ["sliding_attention"] * 3 + ["full_attention"]},
+    ],
+    ids=["1.2B", "32B"],
+)
+def test_a_stock_result_of_exaone_as_published(
+    stated: dict[str, Any], own_checkpoint: MakeCheckpoint, make_config: MakeConfig
+) -> None:
+    folder = own_checkpoint(family="exaone4", layers=4, sliding_window=6, sliding_window_pattern=4)
+    edit_config(folder, **stated)
+    output = compress(make_config(folder, form="stock")).config["output"]
+    config = AutoConfig.from_pretrained(output)
+    assert config.layer_types == stated["layer_types"]
+    assert config.intermediate_size < 64
 
 
 def test_families_of_equal_layers_are_not_told() -> None:

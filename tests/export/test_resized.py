@@ -11,6 +11,7 @@ from factories import MakeCheckpoint, MakeConfig, assert_cache_changes_nothing, 
 from families.cases import CASES, variants
 from last_states import assert_passes, keep_last_states
 from opened_results import assert_it_writes_and_grows, load
+from rotary import LLAMA3_ROTARY
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM
 
@@ -20,11 +21,29 @@ from oneshot.compression.embedding import expanded
 from oneshot.errors import PlanError
 from oneshot.export import stated_shape
 from oneshot.export.companions import empty_tensors
-from oneshot.export.modeling_oneshot_resized import refuse_engine
+from oneshot.export.modeling_oneshot_resized import (
+    OneshotGemma3ForCausalLM,
+    OneshotGemma3TextConfig,
+    refuse_engine,
+)
 from oneshot.export.resized import ResizedForm
 from oneshot.pipeline import compress
 from oneshot.planning import LayerPlan, Plan, vocabulary_ranges
 
+# of every type but the default
+ROTARY_TYPES: dict[str, dict[str, Any]] = {
+    "linear": {"rope_type": "linear", "factor": 8.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+    "longrope": {
+        "rope_type": "longrope",
+        "short_factor": [1.0] * 4,
+        "long_factor": [1.0, 2.0, 3.0, 4.0],
+        "original_max_position_embeddings": 128,
+    },
+    "llama3": LLAMA3_ROTARY,
+    "proportional": {"rope_type": "proportional", "partial_rotary_factor": 0.5},
+}
 LIKE_LLAMA = ("llama", "mistral", "qwen2", "qwen3", "opt", "phi3", "seed_oss")
 RESIZED = {
     name: case.options
@@ -102,6 +121,25 @@ def ranked(folder: Path) -> tuple[dict[str, Any], StackShape]:
     tables += tuple(TableShape(size, 8) for size in rows[4:])
     plan = Plan((*layers, *whole), "kv-group", embedding=tables if form.grid(model).ranks_embedding else ())
     return form.config(model, plan), form.grid(model).stack(plan)
+
+
+@pytest.mark.parametrize("kind", ROTARY_TYPES)
+def test_rotary_positions_of_a_type_of_layers(kind: str, own_checkpoint: MakeCheckpoint) -> None:
+    """Most types ask the config by the type of layers, as in the larger Gemma 3, also if the layers' heads differ."""
+    rotary = {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+        "full_attention": ROTARY_TYPES[kind] | {"rope_theta": 900.0},
+    }
+    folder = own_checkpoint(**RESIZED["gemma3_text"] | {"rope_parameters": rotary})
+    config, _ = ranked(folder)
+    config_class: Any = OneshotGemma3TextConfig
+    made = OneshotGemma3ForCausalLM(config_class.from_dict(config))
+    assert [one.num_key_value_heads for one in made.config.per_layer_config] == [1, 1, 2]
+    assert [one.num_key_value_heads for one in made.config.per_layer_config[1:]] == [1, 2]
+    expected = dict(AutoModelForCausalLM.from_pretrained(folder).named_buffers())
+    found = dict(made.named_buffers())
+    for name in ("full_attention_inv_freq", "sliding_attention_inv_freq"):
+        torch.testing.assert_close(found[f"model.rotary_emb.{name}"], expected[f"model.rotary_emb.{name}"])
 
 
 @pytest.mark.parametrize("name", ["granitemoe", "gemma4_text-experts"])

@@ -123,3 +123,17 @@ def test_the_result_says_what_it_was_planned_for(
     assert report.footprint.served == said
     assert f"Sizes were planned to open {said}." in (tmp_path / "out" / "README.md").read_text()
     assert "serve: engine=vllm,tp=2,group=8" in (tmp_path / "out" / "recipe.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("quantise", "serve", "advice"), [("w4a16", "tp=4", "group=64"), ("fp8", "tp=4,group=32", "tp=4,group=16")]
+)
+def test_advised_groups_are_those_of_the_format(
+    quantise: str, serve: str, advice: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+) -> None:
+    """112 neurons of one of four GPUs are groups of 16, which w4a16 does not have."""
+    folder = make_checkpoint(hidden=128, width=448, heads=8, groups=4)
+    options: dict[str, Any] = {"quantise": quantise, "sparsity": 0.0}
+    with pytest.raises(OneshotError, match=f"; give --serve {advice}\\.$"):
+        compress(make_config(folder, serve=serve, **options))
+    compress(make_config(folder, serve=advice, **options))

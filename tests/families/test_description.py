@@ -1,5 +1,6 @@
 """What families say about themselves, against the stock classes."""
 
+from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
@@ -21,6 +22,7 @@ from oneshot.architecture import (
     fuse,
     read_shape,
 )
+from oneshot.checkpoint import resized_config, stock_config
 from oneshot.errors import CheckpointError
 from oneshot.families import FAMILIES, LLAMA, find_family
 
@@ -54,6 +56,22 @@ def test_expected_tensors_equal_the_layers_state_dict(variant: str) -> None:
     for number, layer in enumerate(model.get_submodule(family.stack.layers)):
         expected = {name: tuple(tensor.shape) for name, tensor in layer.state_dict().items()}
         assert of_the_class(family, shape, number) == expected
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if FAMILIES[name].sizes.num_experts and name in VARIANTS])
+def test_the_number_of_experts_under_every_name_that_the_class_reads(name: str) -> None:
+    """A config may state a name beside the class's own one, and the class then reads the other name."""
+    model, config, stored = read(name)
+    family = find_family(config)
+    shape = read_shape(family, config, stored)
+    assert shape.experts is not None
+    fewer = replace(shape, experts=replace(shape.experts, count=3))
+    names = {alias: own for alias, own in model.config.attribute_map.items() if own in family.sizes.num_experts}
+    own = next((own for own in (*names.values(), *family.sizes.num_experts) if own in config), None)
+    assert own is not None
+    silent = {key: value for key, value in config.items() if key not in (*names, *names.values())}
+    for stated in (config, silent, *(config | {alias: 4} for alias in names)):
+        assert getattr(stock_config(resized_config(family, stated, fewer)), own) == 3
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

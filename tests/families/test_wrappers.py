@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,13 @@ import pytest
 import torch
 import transformers
 from factories import MakeConfig, assert_cache_changes_nothing, stored_numbers
+from families.cases import GRANITE_FACTORS
+from last_states import assert_passes, keep_last_states
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from wrapper_models import GEMMA_EXPERTS, MISTRAL4, WRAPPERS, build_wrapper
 
-from oneshot.checkpoint import open_model
+from oneshot.checkpoint import complete_text_config, open_model, resized_config
 from oneshot.errors import CheckpointError, PlanError
 from oneshot.evaluation import evaluate
 from oneshot.families import FAMILIES
@@ -148,6 +151,94 @@ def test_a_mixture_inside_a_wrapper_that_may_be_dense(
     assert opened.config.text_config.moe_intermediate_size < 32
     assert stored_numbers(opened) == report.stored_parameters["compressed"]
     assert_cache_changes_nothing(opened.eval(), 6, input_ids=IDS[:, :5])
+
+
+def stating(folder: Path, changes: dict[str, Any]) -> Path:
+    """Let the language model's part of a config.json state other values; None: it does not state the entry."""
+    config = json.loads((folder / "config.json").read_text())
+    text = config["text_config"] | changes
+    config["text_config"] = {name: value for name, value in text.items() if changes.get(name, "") is not None}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def block_ff_dim(width: int) -> dict[str, Any]:
+    """Return what files of LFM2-VL on the hub state of the FFN's width; the class reads no other entry then."""
+    return {"block_ff_dim": width, "intermediate_size": width}
+
+
+OTHER_STATEMENTS = [
+    *((name, {"head_dim": None}) for name, (_, inner) in WRAPPERS.items() if "head_dim" not in inner),
+    ("lfm2_vl", block_ff_dim(64)),
+    ("lfm2_vl", block_ff_dim(96) | {"block_auto_adjust_ff_dim": True, "block_multiple_of": 16}),
+]
+
+
+@pytest.mark.parametrize(("name", "stated"), OTHER_STATEMENTS)
+def test_a_resized_config_is_read_with_its_sizes(
+    name: str, stated: dict[str, Any], folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """The class makes some sizes of others, and reads a size under several names."""
+    folder = stating(shutil.copytree(folder_of(name), tmp_path / name), stated)
+    model = open_model(str(folder), tmp_path)
+    fewer: dict[str, Any] = (
+        {} if model.family.reason_against("heads") else {"num_attention_heads": 2, "num_key_value_heads": 1}
+    )
+    shape = replace(model.shape, intermediate_size=24, **fewer)
+    config = resized_config(model.family, model.checkpoint.config, shape)
+    text = complete_text_config(model.family, config)
+    sizes = model.family.sizes
+    assert model.family.stated_width(text) in (24, None)
+    assert text[sizes.intermediate_size] == 24
+    assert text["num_attention_heads"] == shape.num_attention_heads
+    assert text["num_key_value_heads"] == shape.num_key_value_heads
+    if fewer and sizes.head_dim is not None:
+        assert text[sizes.head_dim] == 8
+
+
+@pytest.mark.parametrize(("name", "stated"), [("llava", {"head_dim": None}), OTHER_STATEMENTS[-1]])
+@torch.inference_mode()
+def test_sizes_that_a_class_makes_of_others(
+    name: str, stated: dict[str, Any], folder_of: Callable[[str], Path], make_config: MakeConfig, tmp_path: Path
+) -> None:
+    folder = stating(shutil.copytree(folder_of(name), tmp_path / name), stated)
+    report = compress(make_config(folder, form="stock", heads="id"))
+    [model_class] = FAMILIES[name].classes
+    opened, info = getattr(transformers, model_class).from_pretrained(report.config["output"], output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    assert stored_numbers(opened) == report.stored_parameters["compressed"] < report.stored_parameters["dense"]
+
+
+@pytest.mark.parametrize(
+    ("name", "inner"),
+    [
+        ("llava_next", {"model_type": "granite", "sliding_window": None, **GRANITE_FACTORS}),
+        ("internvl", {"model_type": "gpt_oss", "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}),
+        ("llava", {"model_type": "gemma", "head_dim": 8}),
+        ("llava", {"model_type": "gemma2", "head_dim": 8, "sliding_window": 7, "final_logit_softcapping": 5.0}),
+        ("gemma3", {"final_logit_softcapping": 5.0}),
+        ("gemma4", {"final_logit_softcapping": 5.0}),
+    ],
+)
+@torch.inference_mode()
+def test_what_a_wrapper_leaves_out_of_its_language_model(
+    name: str,
+    inner: dict[str, Any],
+    save_model: Callable[..., Path],
+    make_config: MakeConfig,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A wrapper has its own output head, without factors and bounds. Not every language model has its attention."""
+    last = keep_last_states(monkeypatch)
+    folder = save_model(build_wrapper(name, **inner))
+    run = make_config(folder, form="stock", sparsity=0.1)
+    report = compress(run)
+    [stated] = FAMILIES[name].classes
+    opened, info = getattr(transformers, stated).from_pretrained(run.output, output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    assert stored_numbers(opened) == report.stored_parameters["compressed"] < report.stored_parameters["dense"]
+    assert_passes(opened.eval(), f"{FAMILIES[name].text_module}layers", run, last[0])
+    assert_cache_changes_nothing(opened, 6, input_ids=IDS[:, :5])
 
 
 def test_what_wrappers_cannot_do_is_refused(folder_of: Callable[[str], Path], make_config: MakeConfig) -> None:

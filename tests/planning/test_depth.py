@@ -224,6 +224,27 @@ def test_one_layer_must_stay(make_checkpoint: MakeCheckpoint, make_config: MakeC
         compress(make_config(make_checkpoint(layers=3), depth="sensitivity", ffn="none", sparsity=0.99))
 
 
+@pytest.mark.parametrize("form", ["stock", "per-layer"])
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_as_many_layers_stay_as_a_pipeline_has_stages(
+    form: str, stages: int, make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+) -> None:
+    """Without stages all but one or two of these four layers would go."""
+    options: dict[str, Any] = {"form": form, "depth": "sensitivity", "serve": f"pp={stages}", "sparsity": 0.5}
+    folder = make_checkpoint(layers=4, width=160)
+    report = compress(make_config(folder, **options))
+    assert len(Plan.from_dict(report.plan).kept_layers) >= stages
+    with pytest.raises(PlanError, match=f"but {stages} layers alone have .*; ask for a smaller --sparsity"):
+        compress(make_config(folder, **options | {"ffn": "none", "sparsity": 0.99, "output": "out"}))
+
+
+def test_a_pipeline_of_more_stages_than_layers_that_stay_is_no_matter_of_heads(
+    make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+) -> None:
+    with pytest.raises(PlanError, match=r"cannot share; give --serve a smaller pp\.$"):
+        compress(make_config(make_checkpoint(layers=2), form="per-layer", serve="pp=3"))
+
+
 def test_a_config_that_lists_its_layers_loses_some(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
     folder = make_checkpoint(family="qwen2", layers=4)
     assert len(json.loads((folder / "config.json").read_text())["layer_types"]) == 4
