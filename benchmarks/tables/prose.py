@@ -104,16 +104,24 @@ def coder_kinds() -> str:
 
 def languages() -> str:
     """Return what Gemma without a fifth loses in other languages, by whether it also writes its own text in them."""
-    rows = {row.get("label", "dense"): row["perplexity"] for row in read_rows("languages")}
-    names = [name for name in rows["dense"] if name[0].isupper()]  # kinds of English are in small letters
-    with_them, without = (
-        ", ".join(f"{rows[label][name] / rows['dense'][name]:.2f}" for name in names)
-        for label in ("openings in known languages", "English openings")
-    )
+    rows = [row for row in read_rows("languages") if row["recipe"] == "dense" or row["calibration_tokens"] == 65536]
+    found = {row.get("label", "dense"): row["perplexity"] for row in rows}
+    dense, english = found.pop("dense"), found.pop("English openings")
+    names = [name for name in dense if name[0].isupper()]  # kinds of English are in small letters
+
+    def spans(of: list[dict[str, float]]) -> str:
+        ratios = {name: sorted(perplexity[name] / dense[name] for perplexity in of) for name in names}
+        return ", ".join(f"{span(values[0], values[-1])} on {name}" for name, values in ratios.items())
+
     return (
-        f"{with_them} times the perplexity on {', '.join(names[:-1])} and {names[-1]}, instead of {without} with "
-        "English openings alone"
+        f"multiples of the dense model's perplexity: {spans(list(found.values()))}, in {len(found)} runs with two seeds. "
+        f"With English openings alone it has {spans([english])}"
     )
+
+
+def span(least: float, most: float) -> str:
+    """Return two ratios as one text; equal ones once."""
+    return f"{least:.2f}" if least == most else f"{least:.2f} to {most:.2f}"
 
 
 def faster_7b() -> str:
