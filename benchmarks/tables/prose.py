@@ -114,8 +114,8 @@ def languages() -> str:
         return ", ".join(f"{span(values[0], values[-1])} on {name}" for name, values in ratios.items())
 
     return (
-        f"multiples of the dense model's perplexity: {spans(list(found.values()))}, in {len(found)} runs with two seeds. "
-        f"With English openings alone it has {spans([english])}"
+        f"multiples of the dense model's perplexity: {spans(list(found.values()))}, in {len(found)} runs with two "
+        f"seeds. With English openings alone it has {spans([english])}"
     )
 
 
