@@ -105,8 +105,9 @@ def coder_kinds() -> str:
 def languages() -> str:
     """Return what Gemma without a fifth loses in other languages, by whether it also writes its own text in them."""
     rows = [row for row in read_rows("languages") if row["recipe"] == "dense" or row["calibration_tokens"] == 65536]
-    found = {row.get("label", "dense"): row["perplexity"] for row in rows}
-    dense, english = found.pop("dense"), found.pop("English openings")
+    newest = {row.get("label", "dense"): row for row in rows}
+    dense, english = newest.pop("dense")["perplexity"], newest.pop("English openings")["perplexity"]
+    in_them, seeds = [row["perplexity"] for row in newest.values()], {row["seed"] for row in newest.values()}
     names = [name for name in dense if name[0].isupper()]  # kinds of English are in small letters
 
     def spans(of: list[dict[str, float]]) -> str:
@@ -114,7 +115,7 @@ def languages() -> str:
         return ", ".join(f"{span(values[0], values[-1])} on {name}" for name, values in ratios.items())
 
     return (
-        f"multiples of the dense model's perplexity: {spans(list(found.values()))}, in {len(found)} runs with two "
+        f"multiples of the dense model's perplexity: {spans(in_them)}, in {len(in_them)} runs with {len(seeds)} "
         f"seeds. With English openings alone it has {spans([english])}"
     )
 

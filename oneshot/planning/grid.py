@@ -40,7 +40,7 @@ class Grid:
         maps_tied_head: whether a tied head stays tied after a matrix if the hidden size shrinks.
         writes_vocabulary: whether the weight file also holds the tokenizer, which takes memory.
         kept: what stays as it is, because the run was asked to keep it. serving: what every result must open with.
-        advised_groups: of weights that are rounded together, from which advice chooses: the largest first.
+        advised_groups: numbers of weights that are rounded together, of which advice names one; the largest first.
         stored: the sizes that the input stores, with its ranks; None for the sizes of the shape, which has none.
     """
 

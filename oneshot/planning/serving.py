@@ -83,7 +83,7 @@ def misfit(
 
 
 def less_demanding(serving: Serving, groups: Sequence[int]) -> Iterator[Serving]:
-    """Yield smaller groups, of those given, and then fewer GPUs, for advice."""
+    """Yield what asks for less, for advice: the smaller of these `groups`, and then fewer GPUs."""
     yield from (replace(serving, group=group) for group in groups if group < serving.group)
     yield from (replace(serving, tp=tp) for tp in range(serving.tp - 1, 0, -1))
     yield replace(serving, tp=1, group=1)

@@ -193,8 +193,8 @@ class Report:
     `evaluations`: what `oneshot evaluate` added later, the newest last. `further_parameters`: of layers that predict
     tokens after the next one, which no other number counts; None if the result has none. `stored_parameters`: of the
     input (`dense`), of the result (`compressed`), and of the model that an input of ours came from (`original`).
-    `mixture`: the verdict of a profile that measured narrower and fewer experts (`report.mixture`). `file_bytes`: of
-    the result's weight files and their index, by name.
+    `mixture`: the verdict of a profile that measured narrower and fewer experts (`report.mixture`). `file_bytes`: sizes
+    of the result's weight files and their index, by name.
     """
 
     config: dict[str, Any]
