@@ -103,6 +103,25 @@ def check_carried(checkpoint: Checkpoint, family: Description, shape: ModelShape
                 raise wrong_tensor(family.layer_prefix(number) + name, stored.get(name), own.get(name), family)
 
 
+def without_zero_biases(checkpoint: Checkpoint, family: Description) -> Checkpoint:
+    """Return the checkpoint without biases of zeros that no layer of its class has; transformers ignores them.
+
+    Files of GPTQ hold them beside every quantised linear.
+    """
+    biases = [name for name in checkpoint.shapes if family.is_in_layers(name) and name.endswith(".bias")]
+    if family.decoder is not None or not biases:
+        return checkpoint
+    prefix = f"{family.stack.layers}."
+    num_layers = complete_text_config(family, checkpoint.config)[family.sizes.num_hidden_layers]
+    kinds = sorted(set(layer_kinds(checkpoint.config, num_layers, family)))
+    layers = sample_model(checkpoint.config, family, torch.float32, kinds).get_submodule(family.stack.layers)
+    known = {name for layer in layers for name in layer.state_dict()}
+    beside = [name for name in biases if name.removeprefix(prefix).partition(".")[2] not in known]
+    unread = {name for name in beside if not checkpoint.read_one(name).any()}
+    kept = {name: name for name in checkpoint.shapes if name not in unread}
+    return checkpoint.renamed(kept) if unread else checkpoint
+
+
 def check_biases(checkpoint: Checkpoint, family: Description, shape: ModelShape) -> None:
     """Check which biases are stored of layers against the stock class, one layer of every kind.
 

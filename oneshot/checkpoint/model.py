@@ -33,6 +33,7 @@ from oneshot.checkpoint.checks import (
     check_outside,
     expected_outside,
     stock_sample,
+    without_zero_biases,
 )
 from oneshot.checkpoint.class_names import names_in_class
 from oneshot.checkpoint.nearest import nearest_family
@@ -220,6 +221,7 @@ def identify(checkpoint: Checkpoint) -> Model:
     check_dtypes(checkpoint)
     if family.head in checkpoint.shapes:
         checkpoint = without_equal_head(checkpoint, family, is_tied=_ties_tables(checkpoint))
+    checkpoint = without_zero_biases(checkpoint, family)
     shape = read_shape(family, text_of(family, complete), checkpoint.shapes)
     if checkpoint.stated is not None:
         shape = shape.with_layers(checkpoint.stated.layers)

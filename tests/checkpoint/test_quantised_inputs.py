@@ -330,6 +330,7 @@ def to_words(folder: Path, method: str, **stated: Any) -> dict[str, torch.Tensor
             integers, zeros = (one.unflatten(1, (-1, 8))[..., order].flatten(1) for one in (integers, zeros))
         else:
             stored[f"{module}.g_idx"] = of_input.int()
+            stored[f"{module}.bias"] = torch.zeros(outputs).half()  # as in the files of Qwen2
             zeros = (zeros - 1) % largest if stated.get("checkpoint_format") != "gptq_v2" else zeros
         stored[f"{module}.qweight"] = pack(integers, bits, 0 if method == "gptq" else 1)
         stored[f"{module}.qzeros"] = pack(zeros, bits, 1)
