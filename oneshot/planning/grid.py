@@ -11,7 +11,7 @@ from oneshot.errors import PlanError, together
 from oneshot.method import AUTO, Allocation, Method
 from oneshot.planning.kept import NOTHING, Kept
 from oneshot.planning.plan import Plan
-from oneshot.planning.serving import SMALLER_GROUPS, Half, MisfitError, TooFewLayersError, less_demanding, misfit
+from oneshot.planning.serving import SMALLER_GROUPS, Half, MisfitError, less_demanding, misfit
 from oneshot.planning.unsupported import errors_against, errors_against_profile
 from oneshot.serving import ANY, Serving
 
@@ -236,9 +236,9 @@ class Grid:
         self.refuse_stages(len(plan.kept_layers))
 
     def refuse_stages(self, layers: int) -> None:
-        """Raise `TooFewLayersError` if so many layers are fewer than the stages of a pipeline."""
+        """Raise `PlanError` if so many layers are fewer than the stages of a pipeline."""
         if layers < self.serving.pp:
-            raise TooFewLayersError(
+            raise PlanError(
                 f"{layers} layers stay, which {self.serving.pp} stages of a pipeline cannot share; give --serve a "
                 "smaller pp."
             )

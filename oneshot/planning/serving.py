@@ -22,10 +22,6 @@ class MisfitError(PlanError):
     """No size that a plan may have can be served as it is asked for."""
 
 
-class TooFewLayersError(MisfitError):
-    """Fewer layers stay than a pipeline has stages, whatever their sizes are."""
-
-
 def inputs_of(shape: ModelShape, number: int, layer: LayerShape, half: Half) -> Iterator[int]:
     """Yield the inputs of every linear in one half of a layer, by its number in the dense model.
 

@@ -24,7 +24,7 @@ from oneshot.planning.kept import NOTHING
 from oneshot.planning.own_sizes import with_own_sizes
 from oneshot.planning.plan import Plan, RemovedUnit
 from oneshot.planning.problem import Problem, best_of, nearest
-from oneshot.planning.serving import MisfitError, TooFewLayersError
+from oneshot.planning.serving import MisfitError
 from oneshot.planning.stated import stated_plan, with_sizes
 from oneshot.serving import ANY
 
@@ -50,8 +50,6 @@ def make_plan(
     except OutOfReachError as error:
         advice = _within_reach(problem, error.least)
         raise OutOfReachError(error.budget, error.least, advice) if advice else error from None
-    except TooFewLayersError:
-        raise
     except MisfitError as error:
         unit = _heads_that_fit(problem)
         further = f", or allow --set heads=id --set head_unit={unit}" if unit else ""

@@ -10,13 +10,12 @@ from transformers import LlamaConfig
 
 from oneshot.architecture import RANKED_KINDS, ExpertSizes, ModelShape
 from oneshot.config import Config, Target
-from oneshot.errors import ConfigError, OneshotError
+from oneshot.errors import ConfigError, OneshotError, PlanError
 from oneshot.export.modeling_oneshot import OneshotConfig, OneshotForCausalLM
 from oneshot.export.per_layer import PerLayerForm, per_layer_config
 from oneshot.export.stock import StockForm
 from oneshot.families import LLAMA
 from oneshot.planning import Damages, Grid, Plan, expert_counts, make_plan, quantiser_groups, with_steps
-from oneshot.planning.serving import MisfitError
 from oneshot.recipes import find_recipe
 from oneshot.serving import Serving
 
@@ -161,7 +160,7 @@ def test_what_no_size_can_obey_is_told_before_any_work(
 ) -> None:
     grid = grid_for(serve, form, **sizes)
     target = with_steps(Target(sparsity=0.25, serve=serve), grid.shape, 1)
-    with pytest.raises(MisfitError) as caught:
+    with pytest.raises(PlanError) as caught:
         make_plan(grid, grid.settle(find_recipe("oneshot", **method), target), target)
     assert sentence in str(caught.value)
 
