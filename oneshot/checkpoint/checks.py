@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from oneshot.architecture import Description, ModelShape, wrong_tensor
+from oneshot.checkpoint.dtypes import WEIGHT_DTYPES
 from oneshot.checkpoint.reader import Checkpoint
 from oneshot.checkpoint.stock import complete_text_config, layer_kinds, sample_model, tied_names
 from oneshot.errors import CheckpointError, cause
 from oneshot.families import is_text
 
 POOLER = "pooler."  # of a plain encoder; files of sentence encoders, which read no pooled output, may lack it
-WEIGHT_DTYPES = ("F64", "F32", "F16", "BF16")
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,13 @@ import math
 from collections.abc import Mapping
 from functools import partial
 from itertools import pairwise
+from operator import itemgetter
 from types import EllipsisType
 from typing import Any
 
 import torch
 
-from oneshot.checkpoint.dtypes import DTYPES
+from oneshot.checkpoint.dtypes import DTYPES, WEIGHT_DTYPES
 from oneshot.checkpoint.quantised import (
     NOT_QUANTISED,
     OTHERWISE,
@@ -46,6 +47,8 @@ def compressed_weights(
 ) -> QuantisedWeights:
     """Return the weights in integers, FP8, or packed in four bits; they stand for the dtype that the config states.
 
+    A model that has run in transformers has dequantised weights beside their scales, also where it is saved.
+
     Raises `CheckpointError` for another format, for scales that do not fit, and without the package.
     """
     modules = {name.rpartition(".")[0] for name in shapes if name.endswith(f".{SCALE}")}
@@ -65,9 +68,15 @@ def compressed_weights(
         parts = {role: f"{module}.{role}" for role in ROLES if f"{module}.{role}" in shapes}
         scheme, kind = scheme_of(module)
         kinds.add(kind)
+        weight = f"{module}.weight"
+        if PACKED not in parts and dtypes.get(weight) in WEIGHT_DTYPES:
+            if stated.get("quantization_status") != "decompressed":
+                raise CheckpointError(f"{weight} is stored as {dtypes[weight]} beside a scale; {OTHERWISE}.")
+            found[weight] = QuantisedWeight(parts, shapes[weight], dtypes[weight], itemgetter("weight"))
+            continue
         shape = _shape(module, scheme.weights, kind, {role: shapes[name] for role, name in parts.items()})
         values = partial(_values, module, scheme, kind, shape, DTYPES[dtype])
-        found[f"{module}.weight"] = QuantisedWeight(parts, shape, dtype, values)
+        found[weight] = QuantisedWeight(parts, shape, dtype, values)
     return QuantisedWeights(found, UNUSED, f"compressed-tensors, {' and '.join(sorted(kinds))}")
 
 

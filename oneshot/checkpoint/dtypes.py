@@ -22,3 +22,4 @@ DTYPE_NAMES = {
 RANKS = {dtype: rank for rank, dtype in enumerate(DTYPE_NAMES)}
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 ITEM_BYTES = {name: dtype.itemsize for dtype, name in DTYPE_NAMES.items()}
+WEIGHT_DTYPES = ("F64", "F32", "F16", "BF16")  # of weights that are not quantised
