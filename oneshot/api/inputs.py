@@ -16,6 +16,7 @@ from oneshot.errors import ConfigError
 from oneshot.footprint import offload_folder
 from oneshot.machine import usual_settings
 from oneshot.machine.scratch import scratch_folder
+from oneshot.planning import Profile
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,10 @@ def request(
     given = {name: value for name, value in options.items() if value is not None}
     if not isinstance(output, str | os.PathLike | None):
         raise ConfigError(f"An output of the type {type(output).__name__} is not a path; give one.")
+    if isinstance(given.get("profile"), Profile):
+        raise ConfigError(
+            "A profile is read from its folder; give the output of oneshot.profile(), as profile='FOLDER'."
+        )
     if isinstance(model, Config):
         if output is not None or given:
             raise ConfigError("A Config has all options; give them there.")

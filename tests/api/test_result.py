@@ -217,6 +217,8 @@ def test_prediction_and_profile(
     assert isinstance(profile, oneshot.Profile)
     assert repr(profile).startswith("Profile(2 layers, ")
     assert len(repr(profile)) < 1000
+    with pytest.raises(ConfigError, match=r"read from its folder; give the output of oneshot\.profile\(\)"):
+        oneshot.predict(checkpoint, sparsity=0.2, profile=profile)
     made = oneshot.compress(
         str(checkpoint),
         sparsity=0.2,
