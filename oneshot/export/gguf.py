@@ -1,7 +1,7 @@
 """Form `gguf`: one file for llama.cpp, written tensor by tensor from the journal's parts.
 
-Equal layers take the family's own architecture, if it has their sizes. Others take `deci`, which has arrays of FFN
-widths and of heads. Both are laid out as llama.cpp's own converter lays them out.
+Equal layers take the family's own architecture, if it has their sizes and their positions. Others take `deci`, which
+has arrays of FFN widths and of heads. Both are laid out as llama.cpp's own converter lays them out.
 """
 
 import importlib.util
@@ -38,6 +38,7 @@ from oneshot.planning import Grid, Plan
 NAME, FILE_NAME = "gguf", "model.gguf"
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 HEADS_FILL_HIDDEN_SIZE = ("qwen2",)  # architectures whose heads have as many values as the hidden state
+WITH_FACTORS = ("llama", OWN_SIZES)  # architectures that read `FACTORS` (src/models of llama-cpp-python 0.3.36)
 # architectures that turn neighbouring values of queries and keys together
 INTERLEAVED = (OWN_SIZES, *(name for name, known in KNOWN.items() if known.pairs))
 
@@ -85,15 +86,18 @@ class GgufForm(GgufFolder, LlamaLayers):
         if refusal is None and model.family.model_type not in ARCHITECTURES:
             refusal = f"--form gguf does not have the family {model.family.model_type}; use --form per-layer."
         unstated = reason_against_rotary(rotary) if refusal is None else None
+        own, has_norms = ARCHITECTURES.get(model.family.model_type), model.shape.query_key_norms
+        if refusal is None and has_norms and own not in WITH_FACTORS and _factors(model) is not None:
+            unstated = f"the type {rotary['rope_type']}, which llama.cpp's {own} does not have"
         if unstated is not None:
             refusal = f"--form gguf cannot state the model's rotary positions ({unstated}); use --form per-layer."
-        if refusal is None and model.shape.query_key_norms and model.shape.attention_bias:
+        if refusal is None and has_norms and model.shape.attention_bias:
             refusal = (
-                f"--form gguf has no biases beside norms of queries and keys, because llama.cpp's "
-                f"{model.family.model_type} has none; use --form per-layer."
+                f"--form gguf has no biases beside norms of queries and keys, because llama.cpp's {own} has none; use "
+                "--form per-layer."
             )
         refusal = reason_against_files(model) or refusal
-        differ = not model.shape.query_key_norms  # the architecture for different layers has no norms of queries
+        differ = not has_norms  # the architecture for different layers has no norms of queries
         return Grid(
             model.family,
             model.shape,
@@ -180,7 +184,14 @@ def _is_uniform(stack: StackShape) -> bool:
 def _architecture(model: Model, stack: StackShape) -> str:
     own, layer = ARCHITECTURES[model.family.model_type], stack.layers[0]
     fills = layer.num_attention_heads * layer.query_key_size == stack.embedding_size
-    return own if _is_uniform(stack) and (fills or own not in HEADS_FILL_HIDDEN_SIZE) else OWN_SIZES
+    has_heads = fills or own not in HEADS_FILL_HIDDEN_SIZE
+    has_positions = own in WITH_FACTORS or _factors(model) is None
+    return own if _is_uniform(stack) and has_heads and has_positions else OWN_SIZES
+
+
+def _factors(model: Model) -> np.ndarray | None:
+    """Return the table of factors of the model's rotary positions; None if the file needs none."""
+    return rotary_factors(complete_config(model.checkpoint.config)["rope_parameters"], model.shape.head_dim)
 
 
 def _tensors(model: Model, stack: StackShape, stored: list[Place], *, quantised: bool) -> list[FileTensor]:
@@ -188,7 +199,7 @@ def _tensors(model: Model, stack: StackShape, stored: list[Place], *, quantised:
     complete, tensors = with_all_ffns(stack), list[FileTensor]()
     architecture = _architecture(model, complete)
     names = tensor_name_map(architecture, len(stack.layers))
-    factors = rotary_factors(complete_config(model.checkpoint.config)["rope_parameters"], model.shape.head_dim)
+    factors = _factors(model)
     if factors is not None:
         tensors.append(FileTensor(FACTORS, factors.shape, "F32", partial(np.asarray, factors)))
     for place in stored:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from factories import Fails, MakeCheckpoint, MakeConfig, build_model, silence, topics
+from families.cases import CASES
 
 from oneshot import OneshotError
 from oneshot.checkpoint.layout import lay_out
@@ -161,6 +162,30 @@ def test_the_architecture_of_equal_layers_holds_their_sizes(
     assert fields["general.architecture"] == ("deci" if family == "qwen2" and not fills else family)
     queries, hidden = tensors["blk.0.attn_q.weight"].shape
     assert (queries == hidden) == fills
+
+
+@pytest.mark.parametrize("family", form.ARCHITECTURES)
+def test_factors_of_positions_are_only_written_where_llama_cpp_reads_them(
+    family: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+) -> None:
+    """Of these architectures only `llama` and `deci` have them (src/models of llama-cpp-python 0.3.36).
+
+    The loaders of the others make no `rope_freqs`, and refuse a file with a tensor that they do not make.
+    """
+    folder = make_checkpoint(**CASES[family].options | {"rope_parameters": LLAMA3})
+    config = make_config(folder, form="gguf", sparsity=0.0)
+    if family == "qwen3":
+        with pytest.raises(OneshotError, match=r"positions \(the type llama3, which llama.cpp's qwen3 does not have\)"):
+            predict(config)
+        return
+    compress(config)
+    path = Path(config.output) / "model.gguf"
+    fields, tensors = read(path)
+    assert fields["general.architecture"] == ("deci" if family == "qwen2" else "llama")
+    assert "rope_freqs.weight" in tensors
+    with torch.inference_mode():
+        wanted = load_model(folder, device=CPU, dtype=torch.float32)(TOKEN_IDS).logits.double()
+    torch.testing.assert_close(graph(path, TOKEN_IDS), wanted, rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("options", [{}, {"tied": True}, {"attention_bias": True, "mlp_bias": True}], ids=str)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from factories import MakeCheckpoint, MakeConfig
 from families.cases import CASES
+from rotary import LLAMA3_ROTARY
 
 from oneshot import OneshotError
 from oneshot.checkpoint import open_gguf
@@ -142,6 +143,9 @@ def test_layers_that_are_left_out_take_their_windows_along(
         ("gemma2", {"layers": 2, "layer_types": ["full_attention"] * 2}, "no layer has a sliding window"),
         ("gemma3", {"rope_parameters": {GLOBAL: LINEAR, LOCAL: LINEAR}}, "rope_parameters"),
         ("gemma3", {"rope_parameters": {GLOBAL: DYNAMIC, LOCAL: PLAIN}}, "the type dynamic"),
+        ("gemma", {"rope_parameters": LLAMA3_ROTARY}, "rope_parameters: .*llama3"),
+        ("gemma2", {"rope_parameters": LLAMA3_ROTARY}, "rope_parameters: .*llama3"),
+        ("gemma3", {"rope_parameters": {GLOBAL: LLAMA3_ROTARY, LOCAL: PLAIN}}, "rope_parameters: .*llama3"),
     ],
     ids=(
         "scale",
@@ -154,6 +158,9 @@ def test_layers_that_are_left_out_take_their_windows_along(
         "no windows",
         "scaled windows",
         "dynamic positions",
+        "factors of gemma",
+        "factors of gemma2",
+        "factors of gemma3",
     ),
 )
 def test_what_it_cannot_state_is_refused(
