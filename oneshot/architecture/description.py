@@ -124,7 +124,7 @@ class Description:
     stated_width: Callable[[dict[str, Any]], int | None] = lambda config: None
 
     def resized(self, config: dict[str, Any], shape: ModelShape) -> dict[str, Any]:
-        """Return the stock config of the resized model. Raises `PlanError` if no stock config can state it."""
+        """Return the stock config of the resized model; its class may refuse the sizes."""
         return self.resize(self.sizes, config, shape)
 
     @property

@@ -186,7 +186,7 @@ def complete_text_config(family: Description, config: dict[str, Any]) -> dict[st
 
 
 def resized_config(family: Description, config: dict[str, Any], shape: ModelShape) -> dict[str, Any]:
-    """Return the config.json of the resized model. Raises `PlanError` as `Description.resized`.
+    """Return the config.json of the resized model; its class may refuse the sizes (`reason_against_config`).
 
     Of a language model inside a wrapper it states what changes, and what the class would otherwise make of the changes,
     such as the size of heads that a config does not state.

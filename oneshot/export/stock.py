@@ -34,11 +34,7 @@ class StockForm(Form):
 
         def holds_heads(heads: int, groups: int) -> bool:
             smaller = replace(model.shape, num_attention_heads=heads, num_key_value_heads=groups)
-            try:
-                config = resized_config(model.family, model.checkpoint.config, smaller)
-            except PlanError:
-                return False
-            return reason_against_config(config) is None
+            return reason_against_config(resized_config(model.family, model.checkpoint.config, smaller)) is None
 
         return Grid(
             model.family,
@@ -67,7 +63,8 @@ class StockForm(Form):
         config = resized_config(model.family, config, resized)
         reason = reason_against_config(config)
         if reason is not None:
-            remedies = ", or ".join(remedy for remedy in (self.remedy(model), "--set heads=none") if remedy)
+            all_heads = "--set heads=none" if resized.num_attention_heads < shape.num_attention_heads else None
+            remedies = ", or ".join(remedy for remedy in (self.remedy(model), all_heads) if remedy)
             raise PlanError(f"No stock config holds this plan: {reason} Use {remedies}.")
         stock = {name: value for name, value in config.items() if name not in ("auto_map", "_model_name_or_path")}
         return stock | dict(model.family.own_head) if plan.hidden is not None else stock

@@ -7,7 +7,6 @@ from oneshot.architecture.resizing import set_sizes
 from oneshot.architecture.shapes import ModelShape
 from oneshot.architecture.stack import Stack
 from oneshot.architecture.sublayers import Attention, FeedForward, Norm, Sublayer
-from oneshot.errors import PlanError
 
 STACK = Stack(
     (Sublayer(Attention(), Norm("input_layernorm")), Sublayer(FeedForward(), Norm("post_attention_layernorm")))
@@ -18,18 +17,15 @@ def resize(keys: Sizes, config: dict[str, Any], shape: ModelShape) -> dict[str, 
     """Return the resized config; it may be a Mistral's.
 
     LlamaConfig refuses a hidden size that its head count does not divide. Mistral has the same layer and accepts it, so
-    such a model without biases is written as `MistralForCausalLM` without a sliding window.
+    such a model without biases is written as `MistralForCausalLM` without a sliding window. No stock config holds one
+    with biases, but layers of these sizes can be made (`stock_config`).
     """
     resized = set_sizes(keys, config, shape)
     if shape.mlp_bias:
         resized["mlp_bias"] = True
-    if shape.hidden_size % shape.num_attention_heads == 0:
+    has_biases = shape.attention_bias or shape.output_bias or shape.mlp_bias
+    if has_biases or shape.hidden_size % shape.num_attention_heads == 0:
         return resized
-    if shape.attention_bias or shape.output_bias or shape.mlp_bias:
-        raise PlanError(
-            f"No stock config holds {shape.num_attention_heads} heads beside hidden size {shape.hidden_size} in a "
-            "model with biases; keep a number of heads that divides the hidden size."
-        )
     return resized | {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": None}
 
 

@@ -346,7 +346,7 @@ def test_hidden_size_and_ffn_together(make_checkpoint: MakeCheckpoint, make_conf
 @pytest.mark.parametrize(
     ("options", "changes", "words"),
     [
-        ({"attention_bias": True}, {"recipe": "tcsp", "sparsity": 0.05}, "No stock config"),
+        ({"attention_bias": True}, {"recipe": "tcsp", "sparsity": 0.05}, r"No stock config .* Use --form per-layer\.$"),
         ({}, {"hidden_size": 28, "sparsity": 0.1}, "--set hidden=pca"),
         ({}, {"hidden": "pca", "sparsity": 0.1}, "Give --set hidden_size="),
         ({}, {"recipe": "tcsp", "hidden_size": 28, "sparsity": 0.1}, "Give either --set hidden_size="),

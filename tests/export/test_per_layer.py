@@ -22,6 +22,7 @@ from oneshot.compression.inner_heads import query_key_subspaces, value_subspaces
 from oneshot.errors import PlanError
 from oneshot.evaluation import evaluate, load_model
 from oneshot.evaluation.models import cached
+from oneshot.export import open_folder
 from oneshot.export.per_layer import MODELLING_FILE
 from oneshot.linalg.low_rank import query_key_maps, strongest_rotary_pairs, value_subspace
 from oneshot.pipeline import compress
@@ -132,6 +133,40 @@ def test_silent_heads_of_opt_fold_without_loss(
     assert tensors["model.layers.1.self_attn.o_proj.weight"].shape == (32, 16)
     wanted = logits(folder)
     torch.testing.assert_close(logits(Path(config.output)), wanted, rtol=0, atol=1e-4 * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("form", ["per-layer", "gguf"])
+@pytest.mark.parametrize("options", [{}, {"attention_bias": True}, {"mlp_bias": True}], ids=str)
+def test_the_heads_of_a_llama_need_not_divide_its_hidden_size(
+    options: dict[str, Any], form: str, save_model: SaveModel, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    """A silent head of four is removed from each layer without loss. The per-layer result is also an input."""
+    model, silent = build_model(groups=4, **options), torch.tensor([1])
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight[:, head_columns(silent, 8)] = 0
+    folder = save_model(model)
+    removed = 2 * 8 * (4 * 32 + 3 * model.config.attention_bias)  # layers × rows
+    settings: dict[str, Any] = {
+        "form": form,
+        "heads": "id",
+        "ffn": "none",
+        "correction": "none",
+        "allocation": "uniform",
+        "parameters": Checkpoint(folder).num_parameters - removed,
+    }
+    config = make_config(folder, **settings)
+    compress(config)
+    layers = json.loads((Path(config.output) / "oneshot_report.json").read_text())["plan"]["layers"]
+    assert [layer["num_attention_heads"] for layer in layers] == [3, 3]
+    wanted, places = logits(folder), [config.output]
+    if form == "per-layer":
+        again = make_config(Path(config.output), form=form, sparsity=0.0, output=str(tmp_path / "again"))
+        compress(again)
+        places.append(again.output)
+    (scratch := tmp_path / "scratch").mkdir()
+    for place in places:
+        torch.testing.assert_close(logits(open_folder(place, scratch)), wanted, rtol=0, atol=1e-5)
 
 
 @pytest.fixture(params=PARTS)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from arrivals import by_expert
 from factories import MakeCheckpoint, build_model, cpu_machine
-from families.cases import variants
+from families.cases import CASES, variants
 from strategies import TOLERANCES
 from torch.nn import functional
 
@@ -220,6 +220,13 @@ def test_parts_of_sublayers_equal_the_stock_modules(
         ({}, 0, [2, 3]),  # a whole KV group
         ({"attention_bias": True}, 0, [0, 3]),  # one head of each group
         ({"family": "qwen3", "head_dim": 16}, 0, [1, 2]),
+        # numbers of heads that do not divide the hidden size, which these config classes refuse
+        *(
+            (options | {"groups": 4}, 0, [0, 2, 3])
+            for family in ("llama", "arcee", "cwm", "gemma2", "gemma3_text")
+            for options in (CASES[family].options, CASES[family].options | {"attention_bias": True})
+        ),
+        ({"groups": 4, "mlp_bias": True}, 0, [0, 2, 3]),
     ],
     ids=str,
 )
