@@ -43,6 +43,32 @@ def test_a_head_of_another_kind_is_refused(save_model: Callable[..., Path]) -> N
         open_model(str(folder), folder)
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["AutoModel", "AutoModelForCausalLM", "AutoModelForSequenceClassification", "AutoModelForTokenClassification"],
+)
+def test_heads_that_do_not_divide_the_hidden_size_of_a_llama(
+    name: str, save_model: Callable[..., Path], make_config: MakeConfig
+) -> None:
+    """LlamaConfig refuses three heads beside 32, so the result is the Mistral of the same task. A silent head goes."""
+    import transformers
+
+    model, ids = build_model(groups=4, model_class=name), torch.arange(2, 40).unsqueeze(0)
+    for parameter, values in model.named_parameters():
+        if parameter.endswith("o_proj.weight"):
+            values.data[:, 8:16] = 0
+    stored = sum(values.numel() for values in model.parameters()) - 2 * 4 * 8 * 32  # layers × linears × rows × columns
+    settings: dict[str, Any] = {"heads": "id", "ffn": "none", "correction": "none", "allocation": "uniform"}
+    config = make_config(save_model(model), form="stock", parameters=stored, **settings)
+    compress(config)
+    result, loading = getattr(transformers, name).from_pretrained(config.output, output_loading_info=True)
+    assert result.config.architectures == [type(model).__name__.replace("Llama", "Mistral")]
+    assert result.config.num_attention_heads == 3
+    assert not loading["missing_keys"] | loading["unexpected_keys"]
+    with torch.inference_mode():
+        torch.testing.assert_close(result.eval()(ids)[0], model.eval()(ids)[0], rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize(("form", "sparsity"), [("per-layer", 0.1), ("nemotron-nas", 0.1), ("gguf", 0.1)])
 def test_forms_that_predict_tokens_are_refused(
     form: str, sparsity: float, make_checkpoint: MakeCheckpoint, make_config: MakeConfig
