@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from oneshot.errors import CalibrationError
-from oneshot.evaluation.examples import Examples, Inputs, Reading, text_of
+from oneshot.evaluation.examples import Examples, Inputs, Reading, padding_of, text_of
 
 PAIRS = (
     ("text", "text_pair"),
@@ -61,9 +61,12 @@ class Classification(Examples):
         return cls(Inputs.of(encoded), torch.tensor(labels))
 
     def predict(self, model: Any, batch_size: int) -> torch.Tensor:
-        """Return the log-probabilities of the classes, float64 `(examples, classes)`."""
+        """Return the log-probabilities of the classes, float64 `(examples, classes)`.
+
+        Decoders look for the last token that is no padding, so without such a token they take one example at a time.
+        """
         rows: dict[int, torch.Tensor] = {}
-        for places, arguments in self.inputs.batches(model, batch_size):
+        for places, arguments in self.inputs.batches(model, 1 if padding_of(model) is None else batch_size):
             log_p = model(**arguments).logits.double().log_softmax(-1).cpu()
             rows |= dict(zip(places, log_p, strict=True))
         return torch.stack([rows[place] for place in range(self.count)])

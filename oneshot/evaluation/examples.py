@@ -94,7 +94,7 @@ class Inputs:
         `token_type_ids` if the model tells the texts of a pair apart.
         """
         device = next(model.parameters()).device
-        padding = getattr(model.config, "pad_token_id", None) or 0
+        padding = padding_of(model) or 0
         tells_apart = "token_type_ids" in inspect.signature(model.forward).parameters
         with_types = tells_apart and getattr(model.config, "type_vocab_size", 2) > 1
         order = sorted(range(len(self)), key=lambda place: (len(self.token_ids[place]), place))
@@ -108,6 +108,12 @@ class Inputs:
             if with_types:
                 arguments["token_type_ids"] = padded([self.token_types[place] for place in places], 0)
             yield places, {name: tensor.to(device) for name, tensor in arguments.items()}
+
+
+def padding_of(model: Any) -> int | None:
+    """Return the padding token of a model; None if its config states none that has a row of the embedding."""
+    token: int | None = getattr(model.config.get_text_config(), "pad_token_id", None)
+    return token if token in range(model.get_input_embeddings().num_embeddings) else None
 
 
 class Examples(ABC):

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from damage import edit_config
 from factories import build_model, topics
 from scipy.special import log_softmax, rel_entr
 
@@ -150,6 +151,25 @@ def test_classification(family: str, name: str, batch_size: int, save: Callable[
     assert got["agreement"] == pytest.approx(np.mean(p.argmax(-1) == q.argmax(-1)))
     assert got["KL divergence"] == pytest.approx(rel_entr(np.exp(q), np.exp(p)).sum(-1).mean(), rel=1e-3)
     assert got["KL divergence"] > 1e-5
+
+
+@pytest.mark.parametrize("padding", [None, -1, 7])
+@pytest.mark.parametrize(("family", "options"), [("llama", {}), ("qwen3", {"head_dim": 8}), ("opt", {})])
+def test_a_decoder_classifies_with_and_without_a_padding_token(
+    family: str, options: dict[str, Any], padding: int | None, save: Callable[[Any], Path], write: Write
+) -> None:
+    """transformers' decoders find the last token by it, and refuse batches without it. −1 is no token's."""
+    folders = two_models(save, family, "AutoModelForSequenceClassification", num_labels=3, **options)
+    for folder in folders:
+        edit_config(folder, pad_token_id=padding)
+    rows: Rows = [{"text": text, "label": place % 3} for place, text in enumerate(TEXTS)]
+    source = write(rows)
+    one, several = (measures(folders, source, batch_size=size) for size in (1, 5))
+    assert several == [pytest.approx(numbers) for numbers in one]
+    tokenizer = load_tokenizer(folders[0])
+    [model, _] = stock(folders, "AutoModelForSequenceClassification")
+    best = [int(ask(model, tokenizer, row["text"]).logits.argmax()) for row in rows]
+    assert one[0]["accuracy"] == pytest.approx(np.mean([a == row["label"] for a, row in zip(best, rows, strict=True)]))
 
 
 @pytest.mark.parametrize("batch_size", [1, 5])
