@@ -48,7 +48,7 @@ def evaluate_examples(
     first = checkpoints[0]
     reading = Reading(tokenizer, _longest(checkpoints, tokenizer, longest), limit, first.config, first.folder)
     examples = {source: EXAMPLES[kind].read(source, reading) for source in sources}
-    tokens = (token for read in examples.values() for token in read.tokens)
+    tokens = (token for read in examples.values() for token in read.known)
     refuse_other_tokenizers(names, checkpoints, tokenizer, tokens)
     records = {source: examples_record(read.count, read.tokens) for source, read in examples.items()}
     measures: dict[int, dict[str, dict[str, float]]] = {}
@@ -83,7 +83,7 @@ def _predictions(
     model = load_as(kind, checkpoint.folder, checkpoint.config, device, dtype)
     rows = model.get_input_embeddings().num_embeddings
     for source, read in examples.items():
-        if max(read.tokens) >= rows:
+        if max(read.known) >= rows:
             raise CalibrationError(
                 f"The tokenizer gives tokens of {source} that {checkpoint.folder} has no embedding for; give models "
                 "with one tokenizer, the one that belongs to them."

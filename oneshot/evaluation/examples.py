@@ -138,8 +138,13 @@ class Examples(ABC):
 
     @property
     def tokens(self) -> list[int]:
-        """Return all tokens that models read or are asked for."""
+        """Return all tokens of the texts."""
         return self.inputs.tokens()
+
+    @property
+    def known(self) -> set[int]:
+        """Return the tokens that models need to know, also those that stand in the place of others."""
+        return set(self.tokens)
 
     @abstractmethod
     def predict(self, model: Any, batch_size: int) -> Any:

@@ -66,6 +66,10 @@ class MaskedTokens(Examples):
     def tokens(self) -> list[int]:
         return self.all_tokens
 
+    @property
+    def known(self) -> set[int]:
+        return {*self.all_tokens, *self.inputs.tokens()}
+
     def predict(self, model: Any, batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the loss at every masked token, float64 `(masked,)`, and the most likely token, int64 `(masked,)`."""
         losses: dict[int, torch.Tensor] = {}

@@ -560,6 +560,21 @@ def test_a_tokenizer_of_a_larger_model_is_refused(save: Callable[[Any], Path], w
         evaluate([str(folder)], [write([{"text": "some text"}])], **OPTIONS)
 
 
+def test_a_mask_token_that_a_model_lacks_is_refused(save: Callable[[Any], Path], write: Write) -> None:
+    """The tokenizer has one more token than the tokenizer of the other model, and than the rows of its own."""
+    models = [build_model("bert", model_class="BertForMaskedLM", vocabulary=rows) for rows in (400, 401)]
+    small, larger, other = [save(model) for model in (*models, models[1])]
+    for folder in (small, larger):
+        tokenizer = load_tokenizer(folder)
+        tokenizer.add_special_tokens({"mask_token": "<another mask>"})
+        tokenizer.save_pretrained(folder)
+    source = write([{"text": "some text"}])
+    with pytest.raises(OneshotError, match=f"tokens of {source} that {small} has no embedding for"):
+        evaluate([str(small)], [source], **OPTIONS)
+    with pytest.raises(OneshotError, match=f"The tokenizers of {larger} and {other} differ"):
+        evaluate([str(larger)], [source], baseline=str(other), **OPTIONS)
+
+
 @pytest.mark.parametrize(
     ("config", "kind"),
     [
