@@ -13,11 +13,11 @@ from huggingface_hub.errors import NotASafetensorsRepoError
 from oneshot.checkpoint.gguf import convert_gguf, open_gguf
 from oneshot.checkpoint.model import Model, identify
 from oneshot.checkpoint.reader import INDICES, WEIGHT_NAMES, Checkpoint, read_weight_map
-from oneshot.checkpoint.safe_files import MODULE_WEIGHTS, check_readable, module_folders, read_config
+from oneshot.checkpoint.safe_files import LINEARS, MODULE_WEIGHTS, check_readable, module_folders, read_config
 from oneshot.errors import CheckpointError, cause
 
 SMALL_PATTERNS = ["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "bpe.codes"]
-SMALL_PATTERNS += ["README.md", "LICENSE*", "NOTICE*", "USE_POLICY*"]
+SMALL_PATTERNS += ["README.md", "LICENSE*", "NOTICE*", "USE_POLICY*", *LINEARS]
 
 
 def open_model(checkpoint: str, scratch: Path) -> Model:

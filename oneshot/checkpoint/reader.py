@@ -20,7 +20,7 @@ from oneshot.checkpoint.dtypes import DTYPES, ITEM_BYTES
 from oneshot.checkpoint.quantised import NOT_QUANTISED, QuantisedWeight, QuantisedWeights
 from oneshot.checkpoint.quantised_kinds import find_quantised
 from oneshot.checkpoint.read_log import ReadLog
-from oneshot.checkpoint.safe_files import check_readable, module_weights, read_config, read_json, stored_file
+from oneshot.checkpoint.safe_files import check_readable, read_config, read_json, stored_file, weights_behind
 from oneshot.checkpoint.torch_file import TorchFile
 from oneshot.errors import CheckpointError, cause
 
@@ -63,7 +63,7 @@ class Checkpoint:
             raise CheckpointError(f"{folder} holds an adapter; merge it into the model, or remove adapter_config.json.")
         self.config = read_config(folder)
         check_readable(folder)
-        for file in module_weights(folder):  # which are copied
+        for file in weights_behind(folder):  # which are copied
             with _open_shard(folder, file):
                 pass
         stated = self._find_shards()
@@ -415,7 +415,7 @@ def read_weight_map(folder: Path, index: str) -> dict[str, str]:
 def _open_shard(folder: Path, shard: str) -> Any:
     path = stored_file(folder, shard)
     try:
-        return TorchFile(path) if path.suffix == ".bin" else safe_open(path, framework="pt")
+        return TorchFile(path) if path.suffix in (".bin", ".pt") else safe_open(path, framework="pt")
     except (SafetensorError, OSError, MemoryError, RuntimeError) as error:  # RuntimeError: torch's own mapping
         unmappable = isinstance(error, MemoryError) or UNMAPPABLE in str(error)
         if unmappable or getattr(error, "errno", None) == errno.ENOMEM:

@@ -53,6 +53,7 @@ TEXT_ENDINGS = (".json", ".jinja", ".txt", ".codes", ".tiktoken")
 MAX_LABELS = 10**6
 CONFIG_ENDING = "config.json"  # of files that may name code
 MODULES, OWN_MODULES = "modules.json", "sentence_transformers."
+LINEARS = ("colbert_linear.pt", "sparse_linear.pt")  # of BGE-M3, which FlagEmbedding reads
 MODULE_WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # sentence-transformers reads the first one that exists
 BY_VERSION = "configuration_files"  # files of which transformers reads one by its own version instead of config.json
 
@@ -136,12 +137,12 @@ def companion_files(folder: Path) -> list[Path]:
 def other_companions(folder: Path) -> list[Path]:
     """Return the companion files that belong neither to generation nor to the tokenizer.
 
-    Modules of sentence-transformers behind the pooling, such as a linear, also have weights there.
+    Weights of what follows the last hidden states are among them.
 
     Raises as `stored_file` and `read_modules`.
     """
     modules = [str(place / CONFIG_ENDING) for place in module_folders(folder)]
-    of_modules = [name for name in modules if os.path.lexists(folder / name)] + module_weights(folder)
+    of_modules = [name for name in modules if os.path.lexists(folder / name)] + weights_behind(folder)
     return sorted({*_existing(folder, OTHER_FILES), *(stored_file(folder, name) for name in of_modules)})
 
 
@@ -191,14 +192,17 @@ def module_folders(folder: Path) -> list[Path]:
     return [place for _, place in read_modules(folder) if place != Path()]
 
 
-def module_weights(folder: Path) -> list[str]:
-    """Return the weight files of the modules of sentence-transformers, as names in the folder.
+def weights_behind(folder: Path) -> list[str]:
+    """Return the weight files of what follows the model's last hidden states, as names in the folder.
+
+    That is modules of sentence-transformers behind the pooling, such as a linear, and the linears of BGE-M3.
 
     Raises as `read_modules`.
     """
     files = ([str(place / name) for name in MODULE_WEIGHTS] for place in module_folders(folder))
     stored = ([name for name in names if os.path.lexists(folder / name)] for names in files)
-    return [names[0] for names in stored if names]
+    linears = [name for name in LINEARS if os.path.lexists(folder / name)]
+    return [names[0] for names in stored if names] + linears
 
 
 def config_hash(folder: Path) -> str:

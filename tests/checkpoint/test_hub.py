@@ -112,7 +112,7 @@ def test_weights_of_modules_are_fetched(weights: str, monkeypatch: pytest.Monkey
 
     modules = [{"path": path, "type": "sentence_transformers.models.Dense"} for path in ("", "1_Pooling", "2_Dense")]
     files = ["modules.json", "model.safetensors", "1_Pooling/config.json", "2_Dense/config.json", "3/model.safetensors"]
-    files += ["2_Dense/pytorch_model.bin", f"2_Dense/{weights}"]
+    files += ["2_Dense/pytorch_model.bin", f"2_Dense/{weights}", "colbert_linear.pt", "onnx/model.pt"]
     asked: list[list[str]] = []
 
     def snapshot(name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
@@ -125,7 +125,7 @@ def test_weights_of_modules_are_fetched(weights: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
     locate.download(NAME, None)
     fetched = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.suffix not in ("", ".json")}
-    assert fetched == {"model.safetensors", f"2_Dense/{weights}"}
+    assert fetched == {"model.safetensors", f"2_Dense/{weights}", "colbert_linear.pt"}
     lacking = ["1_Pooling"] if weights == "model.safetensors" else ["1_Pooling", "2_Dense"]
     assert asked[1:3] == [
         ["1_Pooling/model.safetensors", "2_Dense/model.safetensors"],

@@ -106,6 +106,27 @@ def test_no_code_runs(own_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
     assert not trace.exists()
 
 
+@pytest.mark.parametrize("name", ["colbert_linear.pt", "sparse_linear.pt", "2_Dense/pytorch_model.bin"])
+def test_weights_behind_the_last_states_are_copied_if_they_are_tensors_alone(
+    name: str, own_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    """FlagEmbedding reads the linears of BGE-M3, and sentence-transformers the weights of its modules."""
+    folder = own_checkpoint(family="xlm-roberta", model_class="XLMRobertaModel", groups=4)
+    path = folder / name
+    path.parent.mkdir(exist_ok=True)
+    modules = [{"path": place, "type": "sentence_transformers.models.Dense"} for place in ("", "2_Dense")]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    tensors: dict[str, Any] = {"weight": torch.ones(1, 32), "bias": torch.ones(1)}
+    torch.save(tensors, path)
+    config = make_config(folder, ffn="magnitude", correction="none", form="stock")
+    compress(config)
+    assert (Path(config.output) / name).read_bytes() == path.read_bytes()
+    torch.save(tensors | {"x": Hostile(tmp_path / "trace")}, path)
+    with pytest.raises(CheckpointError, match="a pickle that may run code, which is not read"):
+        open_model(str(folder), folder)
+    assert not (tmp_path / "trace").exists()
+
+
 @pytest.mark.parametrize("kind", ["old", "plain", "nested", "sparse", "list", "spread", "truncated"])
 def test_other_files_are_refused(kind: str, own_checkpoint: MakeCheckpoint) -> None:
     folder = own_checkpoint()
