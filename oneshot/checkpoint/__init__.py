@@ -2,6 +2,7 @@
 
 from oneshot.checkpoint.card import card_metadata
 from oneshot.checkpoint.compressed_tensors import rounds_inputs
+from oneshot.checkpoint.found_class import stating_class
 from oneshot.checkpoint.further import FurtherLayer, FurtherLayers, further_layers
 from oneshot.checkpoint.gguf import GgufCheckpoint, open_gguf
 from oneshot.checkpoint.journal import Journal

@@ -32,10 +32,9 @@ from oneshot.checkpoint.checks import (
     check_dtypes,
     check_outside,
     expected_outside,
-    stock_sample,
     without_zero_biases,
 )
-from oneshot.checkpoint.class_names import names_in_class
+from oneshot.checkpoint.found_class import named_by, stating_class
 from oneshot.checkpoint.nearest import nearest_family
 from oneshot.checkpoint.own_sizes import as_stock
 from oneshot.checkpoint.quantised import refuse_quantised
@@ -51,7 +50,7 @@ from oneshot.checkpoint.stock import (
 )
 from oneshot.checkpoint.tables import without_equal_head
 from oneshot.errors import CheckpointError, PlanError
-from oneshot.families import FAMILIES, UnknownFamilyError, find_family, is_text, text_of, with_text
+from oneshot.families import FAMILIES, UnknownFamilyError, find_family, text_of, with_text
 from oneshot.tensors import Tensors
 
 MOST_FURTHER_LAYERS = 16
@@ -203,7 +202,7 @@ def identify(checkpoint: Checkpoint) -> Model:
     family = _known_family(checkpoint.config)
     if family.text_module is None:
         read_shape(family, checkpoint.config, checkpoint.shapes)  # no class is made of senseless sizes
-        checkpoint = checkpoint.stating(**as_opened(checkpoint.config))
+        checkpoint = stating_class(checkpoint.stating(**as_opened(checkpoint.config)))
         family = _known_family(checkpoint.config)
     checkpoint = _without_other_layers(_under_class_names(checkpoint, family), family)
     config, names = checkpoint.config, checkpoint.tensor_names
@@ -250,7 +249,7 @@ def _under_class_names(checkpoint: Checkpoint, family: Description) -> Checkpoin
 
     Raises `CheckpointError` for a model of images and text without a language model.
     """
-    config, named = checkpoint.config, _named_by(checkpoint, family)
+    config, named = checkpoint.config, named_by(checkpoint, family)
     if family.text_module is not None:
         if family.stack.embedding not in named.shapes:
             raise CheckpointError(
@@ -264,23 +263,11 @@ def _under_class_names(checkpoint: Checkpoint, family: Description) -> Checkpoin
     if predicts_tokens(config):
         is_bare = embedding in named.shapes and named.stored(embedding) != embedding
         if is_bare and head not in named.shapes and not _ties_tables(checkpoint):
-            return _named_by(checkpoint.stating(architectures=[without_head(config)]), family)
+            return named_by(checkpoint.stating(architectures=[without_head(config)]), family)
     elif stated_class(config) == without_head(config):
-        complete = _named_by(checkpoint.stating(architectures=[with_head(config)]), family)
+        complete = named_by(checkpoint.stating(architectures=[with_head(config)]), family)
         return complete if head in complete.shapes else named
     return named
-
-
-def _named_by(checkpoint: Checkpoint, family: Description) -> Checkpoint:
-    """Return the checkpoint under the names of the class of its config; what is beside a language model keeps its own.
-
-    Raises `CheckpointError` as `stock_sample` and `names_in_class`.
-    """
-    names = names_in_class(stock_sample(checkpoint, family), checkpoint.shapes)
-    if family.text_module is not None:
-        names = {name if is_text(family, name) else stored: stored for name, stored in names.items()}
-    is_same = all(name == stored for name, stored in names.items())
-    return checkpoint if is_same else checkpoint.renamed(names)
 
 
 def _without_other_layers(checkpoint: Checkpoint, family: Description) -> Checkpoint:

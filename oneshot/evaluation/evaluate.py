@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from oneshot.checkpoint import Checkpoint, open_gguf
+from oneshot.checkpoint import Checkpoint, open_gguf, stating_class
 from oneshot.config import EvaluationOptions
 from oneshot.errors import ConfigError
 from oneshot.evaluation.by_example import evaluate_examples
@@ -64,8 +64,8 @@ def evaluate(
             located.append(Checkpoint(open_folder(baseline, scratch, baseline_revision)))
         kind = asked.kind
         if kind is None:
-            kind = kind_of(located[0].config)
-            if baseline is not None and (kind == "causal") != (kind_of(located[-1].config) == "causal"):
+            kind = kind_of(stating_class(located[0]).config)
+            if baseline is not None and (kind == "causal") != (kind_of(stating_class(located[-1]).config) == "causal"):
                 writing, other = (names[0], baseline) if kind == "causal" else (baseline, names[0])
                 raise ConfigError(f"{writing} writes text, but {other} does not; give a baseline of the same kind.")
         if kind == "causal":

@@ -13,6 +13,7 @@ from oneshot.checkpoint.dtypes import DTYPES
 from oneshot.checkpoint.safe_files import module_folders
 from oneshot.checkpoint.tables import NOISE, sampled_difference, tied
 from oneshot.config import Config
+from oneshot.families import FAMILIES
 from oneshot.footprint import current_bounds, refuse_conversion
 from oneshot.machine import Machine
 from oneshot.method import Method
@@ -80,9 +81,15 @@ def _tied(model: Model) -> Model:
 
 
 def _tell_of_class(opened: Checkpoint, model: Model) -> None:
-    """Say that no head is stored where the config states a class with one."""
+    """Say which class a config without one is taken to mean, and that no head is stored where one is stated."""
     stated, found = stated_class(opened.config), stated_class(model.checkpoint.config)
-    if predicts_tokens(opened.config) and not predicts_tokens(model.checkpoint.config):
+    if stated is None and found in FAMILIES[model.family.model_type].classes:
+        logger.warning(
+            "config.json states no class: by its tensors the model is taken for a %s, which the result states. If it "
+            "is another one, state its class as architectures there.",
+            found,
+        )
+    elif predicts_tokens(opened.config) and not predicts_tokens(model.checkpoint.config):
         logger.warning(
             "The checkpoint has no output head, although config.json states %s: the result is a %s, which writes "
             "no text.",

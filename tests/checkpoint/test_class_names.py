@@ -15,6 +15,7 @@ from oneshot.architecture import predicts_tokens
 from oneshot.checkpoint import Checkpoint
 from oneshot.checkpoint.model import identify
 from oneshot.errors import CheckpointError
+from oneshot.families import FAMILIES
 from oneshot.pipeline import compress
 
 # prefix in the file of the class -> in other files that transformers opens; of every kind of family
@@ -108,6 +109,39 @@ def test_a_head_that_a_file_lacks_is_not_made_up() -> None:
         identify(file)
     bare = identify(renamed(file, "model.", ""))  # as an embedding model is saved
     assert bare.checkpoint.config["architectures"] == ["LlamaModel"]
+
+
+ALIKE = [f"ModernBertFor{task}" for task in ("SequenceClassification", "TokenClassification", "QuestionAnswering")]
+CLASSES = [(name, one) for name in CASES if not FAMILIES[name].text_module for one in FAMILIES[name].classes]
+
+
+@pytest.mark.parametrize(("name", "stated"), CLASSES, ids=[one for _, one in CLASSES])
+def test_the_class_of_a_config_without_one_is_found_by_its_tensors(name: str, stated: str) -> None:
+    """Three classes of ModernBERT have the same tensors, so it is taken for a plain model there."""
+    file = headers(name, **({} if FAMILIES[name].decoder else {"model_class": stated}))
+    wanted = identify(file)
+    silences: list[dict[str, Any]] = [{"architectures": None}, {"architectures": []}]
+    for silent in silences:
+        found = identify(Headers(file.config | silent, file.shapes))
+        if stated in ALIKE:
+            assert found.checkpoint.config["architectures"] == ["ModernBertModel"]
+        else:
+            assert (found.checkpoint.config, found.shape) == (wanted.checkpoint.config, wanted.shape)
+            assert found.checkpoint.shapes == wanted.checkpoint.shapes
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [("", ""), ("LayerNorm.weight", "LayerNorm.gamma"), ("LayerNorm.bias", "LayerNorm.beta")]
+)
+def test_a_bert_of_pretraining_without_a_class_predicts_masked_tokens(old: str, new: str) -> None:
+    """So are Bio_ClinicalBERT and SciBERT published, whose files hold what no class here has."""
+    file = headers("bert")
+    shapes = {name.replace(old, new): size for name, size in file.shapes.items()}
+    shapes |= {"bert.pooler.dense.weight": (32, 32), "bert.pooler.dense.bias": (32,), "cls.seq_relationship.bias": (2,)}
+    config = {name: value for name, value in file.config.items() if name != "architectures"}
+    found, wanted = identify(Headers(config, shapes)), identify(file)
+    assert found.checkpoint.config == wanted.checkpoint.config
+    assert found.checkpoint.shapes == wanted.checkpoint.shapes
 
 
 def test_two_tensors_for_one_place_are_refused() -> None:

@@ -546,6 +546,14 @@ def test_outputs_that_are_not_classes_are_refused(
     assert sizes.measures is None
 
 
+def test_a_class_that_no_config_states_is_found_by_its_tensors(save: Callable[[Any], Path], write: Write) -> None:
+    folders, source = two_models(save, "bert", "BertForMaskedLM"), write([{"text": TEXTS[0]}])
+    stated = measures(folders, source)
+    for folder in folders:
+        edit_config(folder, architectures="removed")
+    assert measures(folders, source) == stated
+
+
 def test_models_of_different_tasks_are_refused(save: Callable[[Any], Path], write: Write) -> None:
     folders = [
         save(build_model("bert", model_class="BertForSequenceClassification", num_labels=count)) for count in (2, 3)

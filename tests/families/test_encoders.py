@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from damage import edit_config
 from factories import MakeConfig, build_model, cpu_machine, topics
 from safetensors.torch import load_file, save_file
 from strategies import TOLERANCES
@@ -321,6 +322,25 @@ def test_old_names_and_unused_tensors_are_read_as_transformers_reads_them(
         written.append(load_file(Path(config.output) / "model.safetensors"))
     assert written[0].keys() == written[1].keys()
     assert all(torch.equal(tensor, written[1][name]) for name, tensor in written[0].items())
+
+
+@pytest.mark.parametrize("model_class", ["BertForMaskedLM", "DistilBertForSequenceClassification"])
+def test_a_config_without_a_class_keeps_its_head(
+    model_class: str, make_config: MakeConfig, tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The result's config and its card state what the tensors say."""
+    family = FAMILIES["bert" if model_class.startswith("Bert") else "distilbert"]
+    make_encoder(tmp_path / "dense", family.model_type, model_class, tokenizer)
+    edit_config(tmp_path / "dense", architectures="removed")
+    text = str(write_examples(tmp_path / "text.jsonl"))
+    output = tmp_path / "out"
+    compress(make_config(tmp_path / "dense", output=str(output), sparsity=0.0, calibration=text, sequence_length=32))
+    assert caplog.text.count(f"config.json states no class: by its tensors the model is taken for a {model_class}") == 1
+    stored, written = (load_file(folder / "model.safetensors") for folder in (tmp_path / "dense", output))
+    assert stored.keys() == written.keys()
+    assert json.loads((output / "config.json").read_text())["architectures"] == [model_class]
+    task = {"BertForMaskedLM": "fill-mask", "DistilBertForSequenceClassification": "text-classification"}[model_class]
+    assert f"pipeline_tag: {task}\n" in (output / "README.md").read_text()
 
 
 def test_what_an_encoder_cannot_do_is_refused(make_config: MakeConfig, tokenizer: Any, tmp_path: Path) -> None:
