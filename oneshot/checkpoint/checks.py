@@ -19,10 +19,13 @@ POOLER = "pooler."  # of a plain encoder; files of sentence encoders, which read
 
 @dataclass(frozen=True)
 class Outside:
-    """Tensors outside the layers that the stock class has, with their shapes, and those that are others again."""
+    """Tensors outside the layers that the stock class has, with their shapes, and those that are others again.
+
+    `tied`: see `stock.tied_names`.
+    """
 
     shapes: dict[str, tuple[int, ...]]
-    tied: set[str]
+    tied: dict[str, str]
 
     def shared(self, checkpoint: Checkpoint, family: Description) -> set[str]:
         """Return the tied ones; transformers does not tie a head that has weights of its own."""

@@ -41,5 +41,5 @@ def _num_used(checkpoint: Checkpoint, family: Description) -> int:
     """Return how many tensors outside the layers the stated class has; 0 if they are not all stored."""
     named = named_by(checkpoint, family)
     expected = expected_outside(named, as_stored(family, named.config, named.tensor_names))
-    own = without_lacking_pooler(expected.shapes, named.shapes) - expected.tied
+    own = without_lacking_pooler(expected.shapes, named.shapes) - expected.tied.keys()
     return len(own) if all(named.shapes.get(name) == expected.shapes[name] for name in own) else 0

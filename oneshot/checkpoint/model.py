@@ -48,7 +48,7 @@ from oneshot.checkpoint.stock import (
     with_head,
     without_head,
 )
-from oneshot.checkpoint.tables import without_equal_head
+from oneshot.checkpoint.tables import check_copies, without_equal_head
 from oneshot.errors import CheckpointError, PlanError
 from oneshot.families import FAMILIES, UnknownFamilyError, find_family, text_of, with_text
 from oneshot.tensors import Tensors
@@ -193,9 +193,10 @@ class Model:
 
 
 def identify(checkpoint: Checkpoint) -> Model:
-    """Find the family and the sizes of an opened checkpoint; it reads headers, and no weights but a head stored twice.
+    """Find the family and the sizes of an opened checkpoint; it reads headers, and no weights but those stored twice.
 
-    Raises `CheckpointError` for a family that is not supported, quantised weights and tensors of other shapes.
+    Raises `CheckpointError` for a family that is not supported, quantised weights, tensors of other shapes, and copies
+    that differ.
     """
     refuse_quantised(checkpoint.config, checkpoint.folder)
     checkpoint = as_stock(checkpoint)
@@ -208,6 +209,7 @@ def identify(checkpoint: Checkpoint) -> Model:
     config, names = checkpoint.config, checkpoint.tensor_names
     family = as_stored(family, config, names)
     expected = expected_outside(checkpoint, family)
+    check_copies(checkpoint, family, expected.tied)
     complete = config | complete_config(config)  # what is not stated has the class's defaults
     stated_further = stated_of_further(text_of(family, complete))
     checkpoint = checkpoint.stating(**with_text(family, config, without_further(text_of(family, complete))))

@@ -222,10 +222,13 @@ def _attention_of(model_class: Any) -> str:
     return "sdpa" if model_class._supports_sdpa else "eager"
 
 
-def tied_names(model: Any) -> set[str]:
-    """Return the tensors of a model of transformers that are others under a second name, and need not be stored."""
+def tied_names(model: Any) -> dict[str, str]:
+    """Return the tensors of a model of transformers that are others under a second name, and need not be stored.
+
+    They lead to the names of those others.
+    """
     tied = model._tied_weights_keys
-    return set(tied) if tied and model.config.tie_word_embeddings else set()
+    return dict(tied) if tied and model.config.tie_word_embeddings else {}
 
 
 def per_layer_lists(config: dict[str, Any]) -> dict[str, list[Any]]:

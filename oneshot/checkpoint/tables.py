@@ -1,17 +1,17 @@
-"""The embedding and the output head of a checkpoint: one table that is stored twice is taken as one.
+"""Tensors that are one by the config and stored twice, as embedding and output head may be: they are taken as one.
 
 A checkpoint may store an equal head beside the embedding, although its config says that they are one. A quantised file
 may store two copies of one table, which then differ by the rounding of both.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 
 from oneshot.architecture import Description
 from oneshot.checkpoint.reader import Checkpoint
-from oneshot.errors import PlanError
+from oneshot.errors import CheckpointError, PlanError
 
 # Relative difference of two copies of a table that are quantised apart. Two tables of their own differ by more than 1.
 NOISE = 0.1
@@ -25,12 +25,29 @@ def without_equal_head(checkpoint: Checkpoint, family: Description, *, is_tied: 
     `is_tied`: whether the config ties them. A head that differs stays, as in transformers.
     """
     names = _pair(checkpoint, family)
-    if not is_tied or names is None:
-        return checkpoint
-    rows = checkpoint.shapes[names[0]][0]
-    if not all(itertools.starmap(torch.equal, _panels(checkpoint, names, range(0, rows, PANEL_ROWS), PANEL_ROWS))):
+    if not is_tied or names is None or not _are_equal(checkpoint, names):
         return checkpoint
     return checkpoint.renamed({name: name for name in checkpoint.shapes if name != names[1]})
+
+
+def check_copies(checkpoint: Checkpoint, family: Description, ties: Mapping[str, str]) -> None:
+    """Check that stored copies of tensors equal them. A decoder's head may differ, see `without_equal_head`.
+
+    Args:
+        ties: see `stock.tied_names`.
+
+    Raises `CheckpointError` for the first copy that differs; transformers computes with it.
+    """
+    for copied, name in ties.items():
+        own, shape = checkpoint.shapes.get(copied), checkpoint.shapes.get(name)
+        if copied == family.head or own is None or not shape:
+            continue
+        if own != shape or (checkpoint.weights_at_hand and not _are_equal(checkpoint, (name, copied))):
+            untied = f", or state tie_word_embeddings false and store {' and '.join(ties)}"
+            raise CheckpointError(
+                f"{checkpoint.stored(copied)} is stored with other values than {checkpoint.stored(name)}, although "
+                f"config.json ties them; remove it from the file{untied if family.masked_head else ''}."
+            )
 
 
 def sampled_difference(checkpoint: Checkpoint, family: Description) -> float | None:
@@ -71,6 +88,12 @@ def _pair(checkpoint: Checkpoint, family: Description) -> tuple[str, str] | None
     if checkpoint.shapes.get(head, ()) != checkpoint.shapes.get(embedding):
         return None
     return embedding, head
+
+
+def _are_equal(checkpoint: Checkpoint, names: tuple[str, str]) -> bool:
+    """Return whether two tensors of one shape have the same values."""
+    starts = range(0, checkpoint.shapes[names[0]][0], PANEL_ROWS)
+    return all(itertools.starmap(torch.equal, _panels(checkpoint, names, starts, PANEL_ROWS)))
 
 
 def _difference(checkpoint: Checkpoint, names: tuple[str, str], starts: range, rows: int) -> float:

@@ -177,7 +177,7 @@ def verify(folder: Path, further: Collection[str] = ()) -> Checkpoint:
     experts = None if own is None else own.as_in(written)
     expected = {name: tuple(tensor.shape) for name, tensor in _stored(model, checkpoint.config, experts).items()}
     names = without_lacking_pooler(expected, written) | written.keys()
-    for name in sorted(names - tied_names(model)):
+    for name in sorted(names - tied_names(model).keys()):
         if name.endswith("rotary_emb.inv_freq"):
             continue
         if expected.get(name) != written.get(name):

@@ -2,15 +2,20 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from factories import MakeCheckpoint, MakeConfig, build_model
+import transformers
+from damage import edit_config, edit_tensors, message_of
+from factories import ENCODERS, MakeCheckpoint, MakeConfig, build_model
+from families.cases import CASES
 from safetensors.torch import load_file, save_file
 
 from oneshot.checkpoint import open_model
 from oneshot.errors import PlanError
 from oneshot.evaluation.models import load_model
+from oneshot.families import FAMILIES
 from oneshot.pipeline import compress, predict
 
 TOKEN_IDS = torch.randint(2, 400, (2, 24), generator=torch.Generator().manual_seed(1))
@@ -87,6 +92,45 @@ def test_two_copies_are_named_and_tied_on_demand(
     with torch.inference_mode():
         assert torch.equal(logits(Path(config.output)), model(TOKEN_IDS).logits)
     assert set(load_file(Path(config.output) / "model.safetensors")) == set(model.state_dict()) - {HEAD}
+
+
+def masked_class(family: str) -> str:
+    return next(name for name in FAMILIES[family].classes if name.endswith(("ForMaskedLM", "ConditionalGeneration")))
+
+
+COPIES = [
+    (family, copied, name)
+    for family in (*ENCODERS, "t5")
+    for copied, name in getattr(transformers, masked_class(family))._tied_weights_keys.items()
+    if copied != FAMILIES[family].head
+]
+
+
+@pytest.mark.parametrize(("family", "copied", "name"), COPIES, ids=["-".join(one[:2]) for one in COPIES])
+def test_a_copy_beside_a_tied_tensor_equals_it(family: str, copied: str, name: str, tmp_path: Path) -> None:
+    """An equal one changes nothing. Another one is refused, as transformers computes with both."""
+    options: dict[str, Any] = {"tied": True} | ({"model_class": masked_class(family)} if family in ENCODERS else {})
+    CASES[family].build(**CASES[family].options | options).save_pretrained(tmp_path)
+    plain = open_model(str(tmp_path), tmp_path)
+    edit_tensors(tmp_path, lambda tensors: tensors.update({copied: tensors[name].clone()}))
+    twice = open_model(str(tmp_path), tmp_path)
+    assert (twice.shape, twice.checkpoint.shapes) == (plain.shape, plain.checkpoint.shapes)
+    edit_tensors(tmp_path, lambda tensors: tensors[copied][399:].add_(1))
+    message = message_of(tmp_path)
+    assert f"{copied} is stored with other values than {name}, although config.json ties them; remove it" in message
+    assert ("or state tie_word_embeddings false and store" in message) == (family in ENCODERS)
+    if family in ENCODERS:
+        model_class = getattr(transformers, masked_class(family))
+        dense = model_class.from_pretrained(tmp_path).eval()
+        tied = model_class._tied_weights_keys
+        edit_tensors(
+            tmp_path, lambda tensors: tensors.update({one: dense.get_parameter(one).data.clone() for one in tied})
+        )
+        edit_config(tmp_path, tie_word_embeddings=False)
+        assert torch.equal(open_model(str(tmp_path), tmp_path).checkpoint.read_one(copied), dense.get_parameter(copied))
+        untied = model_class.from_pretrained(tmp_path).eval()
+        with torch.inference_mode():
+            assert torch.equal(untied(TOKEN_IDS).logits, dense(TOKEN_IDS).logits)
 
 
 @pytest.mark.parametrize(("tied", "sentence"), [(True, "stored beside"), (False, "differ by 1")])
