@@ -25,6 +25,7 @@ from oneshot.architecture import (
     without_further,
 )
 from oneshot.checkpoint.checks import (
+    WEIGHT_DTYPES,
     Outside,
     check_biases,
     check_carried,
@@ -61,13 +62,14 @@ class Model:
     """A checkpoint whose family is known and whose layers have the shapes that its config states.
 
     `stated_further`: what the input's config states of layers that predict tokens after the next one. Such layers are
-    beside the checkpoint, whose own config states none of them.
+    beside the checkpoint, whose own config states none of them. `left_out`: stored weights of other classes.
     """
 
     checkpoint: Checkpoint
     family: Description
     shape: ModelShape
     stated_further: Mapping[str, Any] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
 
     @cached_property
     def kinds(self) -> tuple[int, ...]:
@@ -214,8 +216,9 @@ def identify(checkpoint: Checkpoint) -> Model:
     stated_further = stated_of_further(text_of(family, complete))
     checkpoint = checkpoint.stating(**with_text(family, config, without_further(text_of(family, complete))))
     family = as_stored(find_family(complete), complete, names)
+    left_out: tuple[str, ...] = ()
     if family.text_module is None and family.classes:
-        checkpoint = _without_unused(checkpoint, family, expected)
+        checkpoint, left_out = _without_unused(checkpoint, family, expected)
     if family.stack.experts is not None:
         experts = family.stack.experts.as_in(checkpoint.tensor_names)
         family = replace(family, stack=family.stack.with_experts(experts))
@@ -232,7 +235,7 @@ def identify(checkpoint: Checkpoint) -> Model:
     check_layers(family, shape, checkpoint.shapes)
     check_outside(checkpoint, family, shape, expected)
     check_count(checkpoint, family, shape)
-    return Model(checkpoint, family, shape, stated_further)
+    return Model(checkpoint, family, shape, stated_further, left_out)
 
 
 def _known_family(config: dict[str, Any]) -> Description:
@@ -314,13 +317,20 @@ def _ties_tables(checkpoint: Checkpoint) -> bool:
     return bool(stated)
 
 
-def _without_unused(checkpoint: Checkpoint, family: Description, expected: Outside) -> Checkpoint:
+def _without_unused(
+    checkpoint: Checkpoint, family: Description, expected: Outside
+) -> tuple[Checkpoint, tuple[str, ...]]:
     """Return the checkpoint without tensors that its class does not use, as transformers loads it.
 
-    Checkpoints of BERT hold parts of other classes, buffers of integers, and norms under TensorFlow's names.
+    Checkpoints of BERT hold parts of other classes, buffers of integers, and norms under TensorFlow's names. The parts
+    of other classes are also returned, by their stored names.
     """
     modern = {name.replace("LayerNorm.gamma", "LayerNorm.weight"): name for name in checkpoint.tensor_names}
     modern = {name.replace("LayerNorm.beta", "LayerNorm.bias"): stored for name, stored in modern.items()}
     used = expected.shapes.keys() - expected.shared(checkpoint, family)
-    in_layers = {name for name in modern if family.is_in_layers(name) and not name.endswith(family.unused)}
-    return checkpoint.renamed({name: modern[name] for name in sorted(modern) if name in in_layers | used})
+    in_layers = {name for name in modern if family.is_in_layers(name)}
+    read = used | {name for name in in_layers if not name.endswith(family.unused)}
+    others = {modern[name] for name in modern.keys() - in_layers - expected.shapes.keys()}
+    weights = {name for name in others if checkpoint.dtypes[name] in WEIGHT_DTYPES and not name.endswith("inv_freq")}
+    left_out = sorted(map(checkpoint.stored, weights))
+    return checkpoint.renamed({name: modern[name] for name in sorted(modern) if name in read}), tuple(left_out)

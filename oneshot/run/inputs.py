@@ -54,6 +54,7 @@ def read_model(opened: Checkpoint, *, tie: bool) -> Model:
     """Return the model of a checkpoint, and warn of what it lacks or was rounded to; `tie`: store one table of two."""
     model = identify(opened)
     _tell_of_class(opened, model)
+    _tell_of_left_out(model)
     _tell_of_quantised(opened)
     if tie:
         return _tied(model)
@@ -95,6 +96,18 @@ def _tell_of_class(opened: Checkpoint, model: Model) -> None:
             "no text.",
             stated or f"a {model.family.model_type}",
             found,
+        )
+
+
+def _tell_of_left_out(model: Model) -> None:
+    """Say that tensors of other classes are stored, which the result does not have."""
+    if model.left_out:
+        first, *others = model.left_out
+        logger.warning(
+            "The result is without %s%s: a %s has no such tensors, and transformers also leaves them out.",
+            first,
+            f" and {len(others)} more" if others else "",
+            stated_class(model.checkpoint.config),
         )
 
 

@@ -144,6 +144,19 @@ def test_a_bert_of_pretraining_without_a_class_predicts_masked_tokens(old: str, 
     assert found.checkpoint.shapes == wanted.checkpoint.shapes
 
 
+@pytest.mark.parametrize(("name", "stated"), CLASSES, ids=[one for _, one in CLASSES])
+def test_weights_of_other_classes_are_named(name: str, stated: str) -> None:
+    """What transformers makes anew is not among them: buffers of integers, and frequencies of positions."""
+    file = headers(name, **({} if FAMILIES[name].decoder else {"model_class": stated}))
+    assert identify(file).left_out == ()
+    others = {"cls.seq_relationship.weight": (2, 32), "linear.weight": (1, 32)}
+    with_others = Headers(file.config, file.shapes | others | {"a.position_ids": (1, 64), "rotary_emb.inv_freq": (4,)})
+    with_others.dtypes["a.position_ids"] = "I64"
+    found = identify(with_others)
+    assert found.left_out == tuple(others)
+    assert found.checkpoint.shapes == identify(file).checkpoint.shapes
+
+
 def test_two_tensors_for_one_place_are_refused() -> None:
     file = headers("llama")
     file.shapes["norm.weight"] = (32,)

@@ -296,7 +296,7 @@ def test_the_stream_equals_the_stored_model(
 
 
 def test_old_names_and_unused_tensors_are_read_as_transformers_reads_them(
-    make_config: MakeConfig, tokenizer: Any, tmp_path: Path
+    make_config: MakeConfig, tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The safetensors of `bert-base-uncased` call norms gamma and beta, and hold a head that BertForMaskedLM lacks."""
     make_encoder(tmp_path / "dense", "bert", "BertForMaskedLM", tokenizer)
@@ -307,6 +307,8 @@ def test_old_names_and_unused_tensors_are_read_as_transformers_reads_them(
         for name, tensor in tensors.items()
     }
     old |= {"cls.seq_relationship.weight": torch.zeros(2, 32), "bert.embeddings.position_ids": torch.arange(64)}
+    old |= {"bert.pooler.dense.weight": torch.zeros(32, 32), "bert.pooler.dense.bias": torch.zeros(32)}
+    told = "The result is without bert.pooler.dense.bias and 2 more: a BertForMaskedLM has no such tensors"
     text = str(write_examples(tmp_path / "text.jsonl"))
     written = []
     for number, content in enumerate((tensors, old)):
@@ -318,8 +320,10 @@ def test_old_names_and_unused_tensors_are_read_as_transformers_reads_them(
             calibration=text,
             sequence_length=32,
         )
-        compress(config)
+        report = compress(config)
+        assert any(warning.startswith(told) for warning in report.all_warnings) == (content is old)
         written.append(load_file(Path(config.output) / "model.safetensors"))
+    assert caplog.text.count(told) == 1
     assert written[0].keys() == written[1].keys()
     assert all(torch.equal(tensor, written[1][name]) for name, tensor in written[0].items())
 
