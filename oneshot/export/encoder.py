@@ -107,7 +107,7 @@ def _fold_outside(model: Model, subspaces: StreamSubspaces) -> Tensors:
 def encoder_config(config: dict[str, Any], shape: ModelShape, stack: StackShape, *, has_pooler: bool) -> dict[str, Any]:
     """Return the config.json of a per-layer encoder from the dense model's config and the new sizes."""
     complete = complete_config(config)
-    kept = {name: complete[name] for name in KEPT_KEYS if complete.get(name) is not None}
+    kept = _of_others(config) | {name: complete[name] for name in KEPT_KEYS if complete.get(name) is not None}
     head = next(name for name in USES if (stated_class(config) or "Model").endswith(name))
     auto_map = {"AutoConfig": f"{MODELLING_FILE.stem}.OneshotEncoderConfig"}
     auto_map |= {USES[name].auto_class: f"{MODELLING_FILE.stem}.OneshotEncoder{name}" for name in {"Model", head}}
@@ -135,6 +135,13 @@ def encoder_config(config: dict[str, Any], shape: ModelShape, stack: StackShape,
         "head": stack.head,
         "further_parameters": stack.further_parameters,
     }
+
+
+def _of_others(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries that neither the config's class nor BERT's knows, such as what sentence-transformers reads."""
+    known = {name for one in (config["model_type"], BERT.model_type) for name in complete_config({"model_type": one})}
+    others = complete_config(config).keys() - known  # without older spellings
+    return {name: value for name, value in config.items() if name in others and not name.startswith("_")}
 
 
 def _stored(layer: LayerShape) -> dict[str, Any]:

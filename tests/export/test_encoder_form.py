@@ -1,11 +1,13 @@
 """The per-layer form of encoders: exact at full width, below it the stream's, and a complete transformers model."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from damage import edit_config
 from factories import MakeConfig, build_model, topics
 from safetensors.torch import load_file
 from torch import nn
@@ -265,6 +267,27 @@ def test_a_result_is_saved_again_and_trains(make: Any, tmp_path: Path) -> None:
     again = load_file(tmp_path / "again" / "model.safetensors")
     assert again.keys() == Checkpoint(tmp_path / "out").shapes.keys()
     assert all(torch.equal(again[name], tensor) for name, tensor in ours.state_dict().items())
+
+
+@pytest.mark.parametrize("family", ["bert", "distilbert"])
+def test_entries_of_other_libraries_stay_in_the_config(family: str, make: Any, tmp_path: Path) -> None:
+    """sentence-transformers reads there how scores of a cross-encoder end."""
+    of_others = {
+        "sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"},
+        "sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity",
+        "task_specific_params": None,
+    }
+    stale = {"torch_dtype": "float16", "layers": 3, "head": "own", "_commit_hash": "0", "max_length": 20}
+    dense, run = make(family, next(name for name in FAMILIES[family].classes if "SequenceClass" in name))
+    edit_config(tmp_path / "dense", **of_others | stale)
+    ours = run(sparsity=0.0)
+    assert_close(ours, dense, 1e-6)
+    ours.save_pretrained(tmp_path / "again")
+    for folder in (Path(run.report.config["output"]), tmp_path / "again"):
+        written = json.loads((folder / "config.json").read_text())
+        assert {name: written[name] for name in of_others} == of_others
+        assert not {"torch_dtype", "_commit_hash", "max_length"} & written.keys()
+        assert (len(written["layers"]), written["head"]) == (3, "none")
 
 
 def test_a_smaller_hidden_size_needs_the_per_layer_form(make: Any) -> None:
