@@ -25,7 +25,6 @@ from oneshot.architecture import (
     without_further,
 )
 from oneshot.checkpoint.checks import (
-    WEIGHT_DTYPES,
     Outside,
     check_biases,
     check_carried,
@@ -35,6 +34,7 @@ from oneshot.checkpoint.checks import (
     expected_outside,
     without_zero_biases,
 )
+from oneshot.checkpoint.dtypes import WEIGHT_DTYPES
 from oneshot.checkpoint.found_class import named_by, stating_class
 from oneshot.checkpoint.nearest import nearest_family
 from oneshot.checkpoint.own_sizes import as_stock
