@@ -45,7 +45,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "biases": {"attention_bias": True, "mlp_bias": True},
     "mistral": {"family": "mistral"},
     "qwen2": {"family": "qwen2", "rope_parameters": YARN},
-    "qwen3": {"family": "qwen3", "head_dim": 16, "rope_parameters": LLAMA3},
+    "qwen3": {"family": "qwen3", "head_dim": 16, "rope_parameters": YARN},
     "wide heads": {"head_dim": 16},
 }
 Edit = Callable[..., Path]
