@@ -22,8 +22,8 @@ def named_by(checkpoint: Checkpoint, family: Description) -> Checkpoint:
 def stating_class(checkpoint: Checkpoint) -> Checkpoint:
     """Return the checkpoint of an encoder or a T5 whose config states a class; another checkpoint as it is.
 
-    If the config states none, it is the class that uses most of the stored tensors, of those whose tensors are all
-    stored. The plain one is taken where several classes use as many.
+    If the config states none, it is the class that uses most of the stored tensors, of the classes whose tensors
+    are all stored. The plain one is taken where several classes use as many.
 
     Raises `CheckpointError` as `named_by`, and for a variant of the family that is not supported.
     """

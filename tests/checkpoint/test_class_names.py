@@ -146,7 +146,7 @@ def test_a_bert_of_pretraining_without_a_class_predicts_masked_tokens(old: str, 
 
 @pytest.mark.parametrize(("name", "stated"), CLASSES, ids=[one for _, one in CLASSES])
 def test_weights_of_other_classes_are_named(name: str, stated: str) -> None:
-    """What transformers makes anew is not among them: buffers of integers, and frequencies of positions."""
+    """Buffers of integers and frequencies of positions are not among them, because transformers makes these anew."""
     file = headers(name, **({} if FAMILIES[name].decoder else {"model_class": stated}))
     assert identify(file).left_out == ()
     others = {"cls.seq_relationship.weight": (2, 32), "linear.weight": (1, 32)}

@@ -158,7 +158,7 @@ def test_classification(family: str, name: str, batch_size: int, save: Callable[
 def test_a_decoder_classifies_with_and_without_a_padding_token(
     family: str, options: dict[str, Any], padding: int | None, save: Callable[[Any], Path], write: Write
 ) -> None:
-    """transformers' decoders find the last token by it, and refuse batches without it. −1 is no token's."""
+    """transformers' decoders find the last token by it, and refuse batches without it. No token is −1."""
     folders = two_models(save, family, "AutoModelForSequenceClassification", num_labels=3, **options)
     for folder in folders:
         edit_config(folder, pad_token_id=padding)

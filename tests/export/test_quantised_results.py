@@ -156,7 +156,7 @@ def test_quantised_linears_are_neither_expanded_nor_laid_out(
     assert all(weight.is_contiguous() for linear in linears for weight in linear.parameters())
     assert (repr(model), repr(model.config)) == before
     # tables of the embedding are laid out, and some CPUs then sum in another order in bfloat16
-    torch.testing.assert_close(logits(model), expected, rtol=0, atol=2**-8)
+    torch.testing.assert_close(logits(model), expected, rtol=0, atol=2**-8 if expected.dtype == torch.bfloat16 else 0)
     model.save_pretrained(tmp_path / "saved")
     assert torch.equal(logits(opened(tmp_path / "saved")), expected)
 
