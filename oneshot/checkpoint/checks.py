@@ -116,9 +116,8 @@ def without_zero_biases(checkpoint: Checkpoint, family: Description) -> Checkpoi
         return checkpoint
     prefix = f"{family.stack.layers}."
     num_layers = complete_text_config(family, checkpoint.config)[family.sizes.num_hidden_layers]
-    kinds = sorted(set(layer_kinds(checkpoint.config, num_layers, family)))
-    layers = sample_model(checkpoint.config, family, torch.float32, kinds).get_submodule(family.stack.layers)
-    known = {name for layer in layers for name in layer.state_dict()}
+    _, model = _sample_of_kinds(checkpoint, family, num_layers)
+    known = {name for layer in model.get_submodule(family.stack.layers) for name in layer.state_dict()}
     beside = [name for name in biases if name.removeprefix(prefix).partition(".")[2] not in known]
     unread = {name for name in beside if not checkpoint.read_one(name).any()}
     kept = {name: name for name in checkpoint.shapes if name not in unread}
@@ -132,8 +131,7 @@ def check_biases(checkpoint: Checkpoint, family: Description, shape: ModelShape)
 
     Raises `CheckpointError` for the first one that does not fit.
     """
-    kinds = sorted(set(layer_kinds(checkpoint.config, shape.num_hidden_layers, family)))
-    model = sample_model(checkpoint.config, family, torch.float32, kinds)
+    kinds, model = _sample_of_kinds(checkpoint, family, shape.num_hidden_layers)
     for stack in family.stacks:
         for kind, layer in zip(kinds, model.get_submodule(stack.layers), strict=True):
             prefix = family.layer_prefix(max(stack.first_layer, kind))
@@ -143,6 +141,12 @@ def check_biases(checkpoint: Checkpoint, family: Description, shape: ModelShape)
                 stored, expected = checkpoint.shapes.get(name), own.get(name)
                 if (stored is None) != (expected is None):
                     raise wrong_tensor(name, stored, expected, family)
+
+
+def _sample_of_kinds(checkpoint: Checkpoint, family: Description, num_layers: int) -> tuple[list[int], Any]:
+    """Return the first layer of every kind, and a model of the stock class that has these layers."""
+    kinds = sorted(set(layer_kinds(checkpoint.config, num_layers, family)))
+    return kinds, sample_model(checkpoint.config, family, torch.float32, kinds)
 
 
 def check_count(checkpoint: Checkpoint, family: Description, shape: ModelShape) -> None:
