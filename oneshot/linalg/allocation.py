@@ -34,23 +34,26 @@ def least_damage(damages: Sequence[np.ndarray], costs: Sequence[np.ndarray], bud
     best = _least(damages)
     if total_of(costs, best) <= budget:
         return best
-    left = _possible(damages, costs, budget)
+    price = _least_price(damages, costs, budget)
+    left = _possible(damages, costs, budget, price)
     chosen = _solve(
         [damage[options] for damage, options in zip(damages, left, strict=True)],
         [cost[options] for cost, options in zip(costs, left, strict=True)],
         budget,
+        price,
     )
     return [int(options[index]) for options, index in zip(left, chosen, strict=True)]
 
 
-def _possible(damages: Sequence[np.ndarray], costs: Sequence[np.ndarray], budget: float) -> list[np.ndarray]:
+def _possible(
+    damages: Sequence[np.ndarray], costs: Sequence[np.ndarray], budget: float, price: float
+) -> list[np.ndarray]:
     """Return the indices of each item's options that may be in the best choice.
 
     At any price of a cost, the least sum of damages and priced costs is a bound of the least damage. It rises by what
     an option adds to its item's least. So an option is impossible if that takes it above the damage of a choice within
     the budget.
     """
-    price = _least_price(damages, costs, budget)
     priced = _priced(damages, costs, price)
     bound = sum(float(values.min()) for values in priced) - price * budget
     chosen = _least(priced)
@@ -63,9 +66,11 @@ def _possible(damages: Sequence[np.ndarray], costs: Sequence[np.ndarray], budget
 
 def _least_price(damages: Sequence[np.ndarray], costs: Sequence[np.ndarray], budget: float) -> float:
     """Return the least price of a cost at which the best option of every item is within the budget."""
+    damage, cost = _rows(damages, np.inf), _rows(costs, 0.0)
+    items = np.arange(len(cost))
 
     def fits(price: float) -> bool:
-        return total_of(costs, _least(_priced(damages, costs, price))) <= budget
+        return float(cost[items, (damage + price * cost).argmin(axis=1)].sum()) <= budget
 
     low, high = 0.0, _span(damages) / _span(costs)
     for _ in range(DOUBLINGS):
@@ -78,6 +83,14 @@ def _least_price(damages: Sequence[np.ndarray], costs: Sequence[np.ndarray], bud
             break
         low, high = (low, middle) if fits(middle) else (middle, high)
     return high
+
+
+def _rows(values: Sequence[np.ndarray], fill: float) -> np.ndarray:
+    """Return a matrix `(items, most options)`, with `fill` behind each item's options."""
+    rows = np.full((len(values), max(map(len, values))), fill)
+    for row, of_item in zip(rows, values, strict=True):
+        row[: len(of_item)] = of_item
+    return rows
 
 
 def _spend(
@@ -114,7 +127,7 @@ def _span(values: Sequence[np.ndarray]) -> float:
     return max(float(np.ptp(of_item)) for of_item in values) or 1.0
 
 
-def _solve(damages: Sequence[np.ndarray], costs: Sequence[np.ndarray], budget: float) -> list[int]:
+def _solve(damages: Sequence[np.ndarray], costs: Sequence[np.ndarray], budget: float, price: float) -> list[int]:
     """Return the best choice, as `least_damage`, by dynamic programming over the items.
 
     A state is a choice for the first items. It goes on if no other state has less damage at no more cost, and if its
@@ -122,7 +135,6 @@ def _solve(damages: Sequence[np.ndarray], costs: Sequence[np.ndarray], budget: f
     items behind it is such a choice. If states are too many, those with the least bounds go on, and then a choice
     counts as the best within `RELATIVE_GAP`.
     """
-    price = _least_price(damages, costs, budget)
     priced = _priced(damages, costs, price)
     likely = _least(priced)
     best = _spend(damages, costs, budget, likely if total_of(costs, likely) <= budget else _least(costs))
