@@ -6,7 +6,7 @@ Threads share the tensors of a part: each hashes a piece and writes it while it 
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -76,7 +76,9 @@ class WeightFiles:
             write_whole(path, json.dumps(content, indent=2) + "\n")
 
 
-def _in_threads(work: Callable[[Place], str], places: Iterable[Place]) -> list[str]:
+def _in_threads(work: Callable[[Place], str], places: Sequence[Place]) -> list[str]:
+    if sum(place.num_bytes for place in places) < CHUNK_BYTES:  # threads take longer to start
+        return [work(place) for place in places]
     with ThreadPoolExecutor(THREADS, thread_name_prefix="weights") as threads:
         return list(threads.map(work, places))
 
