@@ -98,8 +98,11 @@ def ask_llama() -> Callable[..., list[Answer]]:
             for prompt in prompts:
                 settings = {"n_predict": max_tokens, "temperature": 0, "n_probs": 1, "return_tokens": True}
                 answer = post("/completion", settings | {"prompt": prompt, "cache_prompt": False})
-                scores = [token["logprob"] for token in answer["completion_probabilities"]]
-                answers.append({"tokens": answer["tokens"], "scores": scores})
+                scored = answer.get("completion_probabilities", [])
+                scores = [token["logprob"] for token in scored]
+                answers.append(
+                    {"tokens": answer["tokens"], "scored": [token["id"] for token in scored], "scores": scores}
+                )
         return answers
 
     return ask

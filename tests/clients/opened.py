@@ -33,6 +33,7 @@ GEMMA: Sizes = {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 1
 # families whose layers keep equal sizes in a GGUF file
 EQUAL_LAYERS: dict[str, Sizes] = {
     "qwen2": {"family": "qwen2"},
+    "qwen2, rotary of llama3": {"family": "qwen2", "rope_parameters": LLAMA3_ROTARY},
     "qwen3": {"family": "qwen3", "head_dim": 32},
     "gemma": {"family": "gemma", "head_dim": 32},
     "gemma2": {"family": "gemma2", **GEMMA},

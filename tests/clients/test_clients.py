@@ -79,7 +79,7 @@ def test_gguf_in_llama_cpp(
     path = case.write("gguf") / "model.gguf"
     ours = half_chunk_perplexity(expected.model, expected.token_ids, CHUNKS)
     assert llama_perplexity(path, expected.text, CHUNKS) == pytest.approx(ours, rel=1e-3)
-    expected.agrees_with_llama(ask_llama(path, expected.prompts, NEW_TOKENS))
+    assert expected.agrees_with_llama(ask_llama(path, expected.prompts, NEW_TOKENS))
 
 
 def test_removed_heads_by_layer(
@@ -95,7 +95,7 @@ def test_removed_heads_by_layer(
         compress(make_config(folder, form=form, output=str(tmp_path / form), **BY_LAYER | heads))
     expected = Expected(tmp_path / "per-layer", folder)
     assert len({layer["num_attention_heads"] for layer in expected.model.config.layers}) > 1
-    expected.agrees_with_llama(ask_llama(tmp_path / "gguf" / "model.gguf", expected.prompts, NEW_TOKENS))
+    assert expected.agrees_with_llama(ask_llama(tmp_path / "gguf" / "model.gguf", expected.prompts, NEW_TOKENS))
     answers = ask_vllm(tmp_path / "per-layer", expected.prompts, NEW_TOKENS, implementation="transformers")
     expected.agrees_with_vllm(answers)
 
@@ -112,7 +112,7 @@ def test_equal_layers_of_other_families_in_llama_cpp(
     for form in ("stock", "gguf"):
         compress(make_config(folder, form=form, allocation="uniform", embedding="none", output=str(tmp_path / form)))
     expected = Expected(tmp_path / "stock", folder)
-    expected.agrees_with_llama(ask_llama(tmp_path / "gguf" / "model.gguf", expected.prompts, NEW_TOKENS))
+    assert expected.agrees_with_llama(ask_llama(tmp_path / "gguf" / "model.gguf", expected.prompts, NEW_TOKENS))
 
 
 def test_q8_0_has_the_bytes_of_llama_quantize(
