@@ -173,9 +173,9 @@ def _head_sizes(family: Description, config: dict[str, Any], hidden_size: int) -
 
 def _check_norm_epsilon(family: Description, config: dict[str, Any]) -> None:
     key = family.sizes.norm_epsilon
-    if key is None:
+    if key is None or key not in config:  # the class has a default
         return
-    epsilon = config.get(key)
+    epsilon = config[key]
     if isinstance(epsilon, bool) or not isinstance(epsilon, int | float) or epsilon < 0:
         raise CheckpointError(
             f"config.json states {key} {repr(epsilon)[:100]}, which is not a small number; give a complete "

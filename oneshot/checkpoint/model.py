@@ -46,6 +46,7 @@ from oneshot.checkpoint.stock import (
     layer_kinds,
     stock_classes,
     stock_config,
+    under_own_names,
     with_head,
     without_head,
 )
@@ -204,6 +205,7 @@ def identify(checkpoint: Checkpoint) -> Model:
     checkpoint = as_stock(checkpoint)
     family = _known_family(checkpoint.config)
     if family.text_module is None:
+        checkpoint = checkpoint.with_config(under_own_names(family, checkpoint.config))
         read_shape(family, checkpoint.config, checkpoint.shapes)  # no class is made of senseless sizes
         checkpoint = stating_class(checkpoint.stating(**as_opened(checkpoint.config)))
         family = _known_family(checkpoint.config)

@@ -35,6 +35,8 @@ KEPT_KEYS = (
     "rope_parameters",
     "use_cache",
 )
+# what a config may state of a model's use, which no class computes with
+USE_KEYS = ("id2label", "label2id", "prefix", "problem_type", "sep_token_id", "task_specific_params", "tokenizer_class")
 ENDS = ("bos_token_id", "eos_token_id")  # which null leaves without a value, and Llama's class gives one
 # what families whose layers those classes hold call the dropout of a sublayer's output
 RESIDUAL_DROPOUT = {"opt": "dropout", "phi3": "resid_pdrop"}
@@ -56,6 +58,7 @@ def kept_of_input(config: dict[str, Any], complete: dict[str, Any]) -> dict[str,
     default = complete_config({"model_type": LLAMA.model_type})
     ends = {name: complete[name] for name in ENDS if name in complete and name not in config}
     kept = {name: complete[name] for name in KEPT_KEYS if complete.get(name) is not None}
+    kept |= {name: config[name] for name in USE_KEYS if name in config}
     kept |= settings_of_generation(config) | {name: end for name, end in ends.items() if end != default[name]}
     dropout = complete.get(RESIDUAL_DROPOUT.get(complete["model_type"], "residual_dropout"))
     return kept | ({"residual_dropout": dropout} if dropout else {})

@@ -370,8 +370,12 @@ class Checkpoint:
 
     def stating(self, **values: Any) -> "Checkpoint":
         """Return a view of the same files whose config states these values."""
+        return self.with_config(self.config | values)
+
+    def with_config(self, config: dict[str, Any]) -> "Checkpoint":
+        """Return a view of the same files with another config."""
         view = copy.copy(self)
-        view.config = self.config | values
+        view.config = config
         return view
 
     def read_prefix(self, prefix: str, into: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:

@@ -67,6 +67,31 @@ def as_opened(config: dict[str, Any]) -> dict[str, Any]:
     return opened
 
 
+def under_own_names(family: Description, config: dict[str, Any]) -> dict[str, Any]:
+    """Return a config.json that states sizes under the names of its class alone.
+
+    transformers also reads other ones, such as GPT-2's `num_hidden_layers` for `n_layer`, and prefers these where a
+    config has both. Raises `CheckpointError` for two values of one size.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    sizes = vars(family.sizes).values()
+    names = {
+        other: own
+        for other, own in CONFIG_MAPPING[family.model_type].attribute_map.items()
+        if other in config and own in sizes and other not in sizes
+    }
+    for other, own in names.items():
+        if config.get(own, config[other]) != config[other]:
+            stated = " and ".join(f"{name} {repr(config[name])[:100]}" for name in (own, other))
+            raise CheckpointError(
+                f"config.json states {stated}, which are two names of one size; give a complete {family.model_type} "
+                "checkpoint."
+            )
+    stated = {own: config[other] for other, own in names.items()}
+    return {name: value for name, value in config.items() if name not in names} | stated
+
+
 @lru_cache(maxsize=64)
 def _opened_type(config_json: str) -> Any:
     from transformers import AutoConfig

@@ -150,22 +150,19 @@ def test_a_model_that_was_never_stored_has_no_card(
 
 
 OUTPUT_FLAGS: list[dict[str, Any]] = [
-    {"output_attentions": True},
-    {"output_hidden_states": True},
-    {"return_dict": False},
-    {"use_cache": False},
-    {"torchscript": True},
+    {"output_attentions": True, "output_hidden_states": True, "use_cache": False},
+    {"return_dict": False, "torchscript": True},
 ]
 
 
-@pytest.mark.parametrize("flag", OUTPUT_FLAGS, ids=str)
+@pytest.mark.parametrize("flags", OUTPUT_FLAGS, ids=", ".join)
 @pytest.mark.parametrize("form", ["stock", "per-layer"])
 @pytest.mark.parametrize(("family", "auto_class"), [("llama", AutoModelForCausalLM), ("bert", AutoModel)])
 def test_what_a_config_says_of_outputs_changes_no_weights(
     family: str,
     auto_class: Any,
     form: str,
-    flag: dict[str, Any],
+    flags: dict[str, Any],
     own_checkpoint: MakeCheckpoint,
     text_file: Path,
     tmp_path: Path,
@@ -175,7 +172,7 @@ def test_what_a_config_says_of_outputs_changes_no_weights(
     folder = own_checkpoint(family=family, model_class=auto_class.__name__, groups=4)
     options: dict[str, Any] = {"calibration": text_file, **SMALL, **SIZES, "form": form}
     oneshot.compress(folder, tmp_path / "plain", **options)
-    edit_config(folder, **flag)
+    edit_config(folder, **flags)
     for given, name in ((folder, "from-folder"), (auto_class.from_pretrained(folder), "from-memory")):
         result = oneshot.compress(given, tmp_path / name, **options)
         assert_same(weights("plain"), weights(name))

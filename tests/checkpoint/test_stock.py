@@ -1,7 +1,7 @@
 """Configs and models of stock classes that are made from a config.json: asked for again, they are as new."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import FunctionType, MethodType
@@ -19,6 +19,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import oneshot
 from oneshot.checkpoint import as_opened, copy_modules, open_model, per_layer_lists, sample_model, stock_config
+from oneshot.checkpoint.stock import under_own_names
 from oneshot.errors import CheckpointError
 from oneshot.evaluation.models import load_model
 from oneshot.families import FAMILIES, LLAMA
@@ -105,6 +106,44 @@ def test_a_config_is_what_transformers_opens(model_type: str, tmp_path: Path) ->
         except AttributeError:  # kinds of layers that a class makes of other entries
             expected = model_type
         assert as_opened(config)["model_type"] == expected
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_sizes_under_other_names_of_the_class(model_type: str) -> None:
+    """transformers reads a size under either name, and prefers the one that a resized config would not change."""
+    family, config_class = FAMILIES[model_type], CONFIG_MAPPING[model_type]
+    plain = config_class().to_dict() | {"model_type": model_type}
+    for other, own in config_class.attribute_map.items():
+        if own in vars(family.sizes).values() and other not in vars(family.sizes).values():
+            assert under_own_names(family, plain | {other: plain[own]}) == plain
+            without_own = {name: value for name, value in plain.items() if name != own}
+            assert under_own_names(family, without_own | {other: plain[own]}) == plain
+            with pytest.raises(CheckpointError, match=f"states {own} .* and {other} 7, which are two names of one"):
+                under_own_names(family, plain | {other: 7})
+
+
+@pytest.mark.parametrize("name", ["gpt2", "distilbert", "t5"])
+def test_a_number_of_layers_under_two_names(name: str, save_model: Callable[..., Path], tmp_path: Path) -> None:
+    case = CASES[name]
+    folder = save_model(case.build(**case.options))
+    plain = open_model(str(folder), tmp_path)
+    edit_config(folder, num_hidden_layers=plain.checkpoint.config[plain.family.sizes.num_hidden_layers])
+    again = open_model(str(folder), tmp_path)
+    assert (again.checkpoint.config, again.shape) == (plain.checkpoint.config, plain.shape)
+
+
+@pytest.mark.parametrize("name", ["llama", "bert", "distilbert", "t5", "gpt2", "gemma3_text", "gpt_neox"])
+def test_an_epsilon_that_a_config_does_not_state(name: str, save_model: Callable[..., Path], tmp_path: Path) -> None:
+    """The first BERTs state none; one that is null is no epsilon."""
+    case = CASES[name]
+    folder = save_model(case.build(**case.options))
+    key = open_model(str(folder), tmp_path).family.sizes.norm_epsilon
+    if key is not None:
+        edit_config(folder, **{key: "removed"})
+        assert open_model(str(folder), tmp_path)
+        edit_config(folder, **{key: None})
+        with pytest.raises(CheckpointError, match=f"states {key} None, which is not a small number"):
+            open_model(str(folder), tmp_path)
 
 
 @pytest.mark.parametrize("both", [True, False])

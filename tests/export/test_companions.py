@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from damage import edit_config
 from factories import MakeCheckpoint, MakeConfig
+from families.cases import CASES
 from transformers import AutoModelForCausalLM
 
 from oneshot.checkpoint import Checkpoint, stock_config
@@ -185,6 +186,31 @@ GENERATION: dict[str, dict[str, Any]] = {
     "several": {"eos_token_id": [5, 6]},
     "not stated": {"bos_token_id": "removed", "eos_token_id": "removed", "pad_token_id": "removed"},
 }
+
+
+USE: dict[str, Any] = {
+    "id2label": {"0": "no", "1": "yes"},
+    "label2id": {"no": 0, "yes": 1},
+    "prefix": "Q: ",
+    "problem_type": "regression",
+    "sep_token_id": 7,
+    "task_specific_params": {"summary": {"max_length": 9}},
+    "tokenizer_class": "PreTrainedTokenizerFast",
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [("llama", "stock"), ("llama", "per-layer"), ("mistral", "nemotron-nas"), ("gemma3_text", "per-layer")],
+)
+def test_what_a_config_says_of_a_models_use_stays(
+    family: str, form: str, own_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    folder = own_checkpoint(**CASES[family].options)
+    edit_config(folder, **USE)
+    compress(make_config(folder, form=form, recipe="magnitude"))
+    stated = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert {name: stated[name] for name in USE} == USE
 
 
 @pytest.mark.parametrize(
