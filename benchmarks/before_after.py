@@ -18,7 +18,7 @@ import torch
 from harness import ROOT, append_row, cpu_and_peak, parser, provenance, smollm2_gguf
 from overhead import forward_seconds
 from real_models import FOLDER as MODELS_FOLDER
-from real_models import MODELS, fetch
+from real_models import NAMES, fetch
 
 from oneshot.checkpoint import locate_checkpoint
 from oneshot.evaluation import load_model, load_windows, perplexity
@@ -35,7 +35,7 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--before", type=Path, required=True)
     options.add_argument("--text", type=Path, required=True, help="what both results are judged on")
-    options.add_argument("--model", choices=sorted(MODELS), help="of real_models.py (default: SmolLM2-135M)")
+    options.add_argument("--model", choices=sorted(NAMES), help="of real_models.py (default: SmolLM2-135M)")
     options.add_argument("--turns", type=int, default=2)
     options.add_argument("--num-sequences", type=int, default=8)
     options.add_argument("--sequence-length", type=int, default=1024)

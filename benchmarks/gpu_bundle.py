@@ -106,32 +106,6 @@ def add_model(bundle: Path, file: Path, name: str = SMOLLM2, first: int = 1) -> 
         (target / NUM_PIECES).write_text(str(len(pieces)))
 
 
-def tied(file: Path, written: Path) -> Path:
-    """Write a GGUF file whose head, if it is stored twice, is stored once, in the head's own precision; return it.
-
-    It is smaller to carry, and what `--tie` would make of the file.
-    """
-    import gguf
-
-    reader = gguf.GGUFReader(file)
-    architecture = reader.fields["general.architecture"].contents()
-    writer = gguf.GGUFWriter(written, architecture)
-    for key, field in reader.fields.items():
-        if not key.startswith("GGUF.") and key != "general.architecture":
-            array = field.types[0] == gguf.GGUFValueType.ARRAY
-            writer.add_key_value(key, field.contents(), field.types[0], field.types[-1] if array else None)
-    stored = {tensor.name: tensor for tensor in reader.tensors}
-    embedding = stored.pop("output.weight", stored["token_embd.weight"])
-    for name, tensor in stored.items():
-        one = embedding if name == "token_embd.weight" else tensor
-        writer.add_tensor(name, one.data, raw_dtype=one.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return written
-
-
 def make(bundle: Path, data: Path, coder: Path | None, gemma: Path | None) -> list[int]:
     """Write the bundle and return the bytes of its folders.
 
@@ -140,6 +114,7 @@ def make(bundle: Path, data: Path, coder: Path | None, gemma: Path | None) -> li
     """
     import gguf
     from harness import smollm2_gguf
+    from real_models import tied
 
     shutil.rmtree(bundle, ignore_errors=True)
     add_model(bundle, smollm2_gguf())

@@ -12,7 +12,7 @@ import torch
 from harness import ROOT, append_row, own_settings, parser, provenance
 from judging import CODE, KINDS, judge, judging_windows, losses, score, text_records, text_scores
 from quality import given_results, result_row
-from real_models import FOLDER, MODELS, fetch
+from real_models import FOLDER, NAMES, fetch
 
 from oneshot.checkpoint import locate_checkpoint
 from oneshot.evaluation import load_windows
@@ -24,7 +24,7 @@ WINDOW, WINDOWS = 128, 2  # of a language
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--model", choices=sorted(MODELS), required=True, help="of real_models.py: the dense model")
+    options.add_argument("--model", choices=sorted(NAMES), required=True, help="of real_models.py: the dense model")
     options.add_argument("--results", type=Path, nargs="+", required=True)
     options.add_argument("--labels", nargs="+", required=True, help="what each result is in the rows")
     options.add_argument("--data-dir", type=Path, required=True, help="folder of the texts; see benchmarks/README.md")

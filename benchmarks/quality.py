@@ -49,7 +49,7 @@ from judging import (
     text_scores,
 )
 from real_models import FOLDER as MODELS_FOLDER
-from real_models import MODELS, fetch
+from real_models import NAMES, fetch
 
 from oneshot import Config, Report
 from oneshot.checkpoint import Checkpoint, locate_checkpoint
@@ -161,7 +161,7 @@ def main() -> None:
     options.add_argument("--results", type=Path, nargs="+", help="judge these results, and compress nothing")
     options.add_argument("--task-limit", type=int, help="at most this many documents of each task")
     options.add_argument("--code", action="store_true", help="judge also on Python code, as with --model")
-    options.add_argument("--model", choices=sorted(MODELS), help="of real_models.py (default: SmolLM2-135M)")
+    options.add_argument("--model", choices=sorted(NAMES), help="of real_models.py (default: SmolLM2-135M)")
     arguments = options.parse_args()
     torch.set_num_threads(arguments.threads)
     settings = parse_settings(arguments.set)

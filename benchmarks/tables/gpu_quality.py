@@ -7,7 +7,8 @@ from quality_rows import quality_rows, with_seeds
 from tables.cells import markdown, score_cell, standard_error
 from tables.gpu_measured import made_by, rows_of
 
-MODEL_TITLES = {"gemma-3-270m": "Gemma 3 270M", "qwen2.5-coder-0.5b": "Qwen2.5-Coder-0.5B"}  # of names of files
+# of names of files; the coder as it was published, with one table
+MODEL_TITLES = {"gemma-3-270m": "Gemma 3 270M", "qwen2.5-coder-0.5b-tied": "Qwen2.5-Coder-0.5B"}
 QUALITY_KEYS = ("model", "recipe", "form", "calibration", "settings", "asked")  # of a line
 RECIPES = {"oneshot": "oneshot", "flap": "FLAP's recipe"}
 TOKENS, FEWEST_TOKENS = 131_072, 65_536  # of calibration: by default, and where a row counts as the default's
@@ -16,10 +17,12 @@ WINDOWS, DOCUMENTS = 4, 500  # of each text and task
 
 def _quality_lines() -> list[Row]:
     made = [row for row in rows_of("quality") if row["section"].startswith("quality") and row["recipe"] in RECIPES]
-    named = [
-        row | {"model": row["model"].removesuffix("-Instruct"), "settings": row.get("settings") or {}} for row in made
-    ]
+    named = [row | {"model": _title(row), "settings": row.get("settings") or {}} for row in made]
     return with_seeds(named, *QUALITY_KEYS)
+
+
+def _title(row: Row) -> str:
+    return MODEL_TITLES.get(row["model"], row["model"].removesuffix("-Instruct"))
 
 
 def _form(row: Row) -> str:
@@ -39,11 +42,11 @@ def by_model_table() -> str:
     lines, of_cards = [], []
     for model in dict.fromkeys(row["model"] for row in rows):
         of = {row["asked"]: row for row in rows if row["model"] == model}
-        title = MODEL_TITLES.get(model, model)
-        of_cards += [title] if _is_of_card(of[0.2]) else []
+        of_cards += [model] if _is_of_card(of[0.2]) else []
         lines.append(
             [
-                *(title, f"{of[0.2]['calibration_tokens']:,}"),
+                model,
+                f"{of[0.2]['calibration_tokens']:,}",
                 *(score_cell(of[size], 3) if size in of else "–" for size in (0.1, 0.2, 0.3)),
                 _code_cell(model, of[0.2]),
                 _accuracy_cell(model, 0.2),
@@ -82,7 +85,7 @@ def _is_of_card(row: Row) -> bool:
 def _rows_of_cpus() -> list[Row]:
     rows = [row for row in _rows_of_models() if row["model"] in MODEL_TITLES and row["max_windows"] == WINDOWS]
     rows = with_seeds(rows, *QUALITY_KEYS, "calibration_tokens") + quality_rows()[1:]
-    named = [row | {"model": row["model"].removesuffix("-Instruct")} for row in rows]
+    named = [row | {"model": _title(row)} for row in rows]
     return [row for row in named if _is_usual(row) and FEWEST_TOKENS <= row["calibration_tokens"] <= TOKENS]
 
 
@@ -121,9 +124,7 @@ def accuracy(model: str, asked: float) -> tuple[float, float] | None:
         rows = [row for row in rows_of("tasks") if row["form"] == "per-layer"]
     else:
         rows = [row for row in read_rows("models") if row.get("task_limit") == DOCUMENTS]
-    values = {
-        row.get("asked", 0.0): row["mean_accuracy"] for row in rows if row["model"].removesuffix("-Instruct") == model
-    }
+    values = {row.get("asked", 0.0): row["mean_accuracy"] for row in rows if _title(row) == model}
     return (values[0.0], values[asked]) if asked in values else None
 
 
