@@ -339,7 +339,10 @@ class Config:
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> "Config":
-        """Return the inverse of `to_dict`, also after JSON; values may also be flat options, as `of` takes them."""
+        """Return the inverse of `to_dict`, also after JSON; values may also be flat options, as `of` takes them.
+
+        Raises `ConfigError` without a checkpoint, and as `of`.
+        """
         flat: dict[str, Any] = {}
         for name, value in values.items():
             flat |= value if name in PARTS and isinstance(value, Mapping) else {name: value}

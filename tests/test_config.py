@@ -113,6 +113,7 @@ def test_values_that_cannot_be_used_are_named(options: dict[str, Any], names: tu
     [
         (["--sparisty=0.2"], "--sparisty is not an option; did you mean --sparsity?"),
         (["--callibration", "c4"], "--callibration is not an option; did you mean --calibration?"),
+        (["--set", "ranks=none", "embedding=none"], "embedding=none stands alone; write --set before every setting"),
         (["--form=stok"], "did you mean stock?"),
         (["--dtype=blfoat16"], "did you mean bfloat16?"),
         (["--batch-size=four"], "--batch-size: invalid int value"),

@@ -179,7 +179,7 @@ def profile(
     """Measure once what smaller sizes cost, for several results: `compress(…, profile=output)` plans from it.
 
     Takes the options of `compress` on the text and the machine; a size is not needed. Without an output the folder is
-    `NAME-profile` in the working folder.
+    `NAME-profile` in the working folder. Raises `OneshotError` as `compress`.
     """
     with request(model, output, tokenizer, {"sparsity": 0.0} | options, ending="-profile") as asked:
         return pipeline.profile(asked.config, show_progress=progress)

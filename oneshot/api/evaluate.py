@@ -28,7 +28,8 @@ def evaluate(model: Any, text: Any = (), *, baseline: Any = None, tokenizer: Any
         options: as on the command line, with underscores, such as `sequence_length`, `max_windows`, `tasks`, `dtype`.
 
     Returns the numbers of the model, then the baseline's; text in memory is called `given-text.jsonl` there. A list of
-    strings counts as sources if each names a file or is the short name of a data set.
+    strings counts as sources if each names a file or is the short name of a data set. Raises `OneshotError` for what
+    cannot be opened or read.
     """
     with usual_settings(), scratch_folder() as scratch, python_words(scratch):
 

@@ -105,6 +105,8 @@ class Result:
             text: a source or several, or text in memory.
             baseline: another checkpoint to compare with.
             options: as `oneshot.evaluate` takes them.
+
+        Raises as `oneshot.evaluate`.
         """
         from oneshot.api.evaluate import evaluate
 

@@ -60,8 +60,8 @@ CARRIED: Mapping[Feature, str] = {
 # features that may take another layer for the first one
 FIRST_DIFFERS: Mapping[Feature, str] = {
     "latency": "--budget latency is not supported for {}, whose first layer is of its own kind; choose another budget.",
-    "profile": "A profile of {} is not supported, whose first layer is of its own kind; use --set allocation=uniform, "
-    "depth=none.",
+    "profile": "A profile of {} is not supported, whose first layer is of its own kind; a run with allocation=uniform "
+    "and depth=none needs none.",
 }
 # features that may make another layer the last one
 LAST_DIFFERS: Mapping[Feature, str] = {

@@ -89,7 +89,7 @@ class SavedValues:
                 if seals.get(name) != expected:
                     raise OutputError(
                         f"{self._work.saved(name)} was lost or damaged and comes out differently now, so finished "
-                        "layers do not fit; restore the file, or start anew with --overwrite."
+                        "layers do not fit; restore the file, or start anew with --overwrite instead of --resume."
                     )
 
 

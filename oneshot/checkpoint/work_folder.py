@@ -144,13 +144,13 @@ class WorkFolder:
                 return False
             raise OutputError(
                 f"{self.fingerprint} is damaged or of another version, so the interrupted run cannot continue; restore "
-                "the file, or start anew with --overwrite."
+                "the file, or start anew with --overwrite instead of --resume."
             ) from error
         if found is not None and found != fingerprint:
             differences = ", ".join(FLAGS.get(name, name) for name in _differences(found, fingerprint))
             raise OutputError(
                 f"{self.path} was begun by another run (different: {differences}); give the same options and input, or "
-                "start anew with --overwrite."
+                "start anew with --overwrite instead of --resume."
             )
         return found is not None
 

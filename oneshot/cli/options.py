@@ -53,7 +53,7 @@ def add_text(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="c4, wikitext2, org/name:config:split:column, a .txt, .md, .jsonl, .csv or .parquet file, file:column, "
         "builtin, or self (the model writes it); sources joined by + give equally many sequences, twice as many if "
-        "named twice; one source is read beside an eighth of builtin "
+        "named twice; where parameters are removed, one source is read beside an eighth of builtin "
         f"(default: {TEXT.calibration})",
     )
     text.add_argument(

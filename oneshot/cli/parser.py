@@ -21,7 +21,9 @@ class Parser(argparse.ArgumentParser):
         """Parse as `ArgumentParser`; an unknown option ends the program with what was probably meant."""
         found, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            name = unknown[0].partition("=")[0]
+            name, is_setting, _ = unknown[0].partition("=")
+            if is_setting and not name.startswith("-"):
+                self.error(f"{unknown[0]} stands alone; write --set before every setting")
             self.error(f"{name} is not an option{did_you_mean(name, self._option_string_actions)}")
         return found
 

@@ -91,7 +91,7 @@ T5 = Description(
         "ffn biases": "--set correction=bias needs biases in the FFN, which T5 lacks; choose another correction.",
         "embedding ranks": "--set embedding=low-rank is not supported for T5; leave it out.",
         "self text": "--calibration self needs a model that continues text, which T5 does not; give a file.",
-        "profile": "A profile of T5 is not supported; use --set allocation=uniform, and depth=none.",
+        "profile": "A profile of T5 is not supported; a run with allocation=uniform and depth=none needs none.",
         "latency": "--budget latency is not supported for T5; use flops.",
         "per-layer form": "T5's layers have equal sizes in every form; use --form stock.",
     },

@@ -179,7 +179,7 @@ def _refuse(problem: Problem, dense: float) -> None:
         raise PlanError(
             "This model stores matrices of low rank, which are multiplied out when they are read, so a run that "
             "removes nothing writes a larger model; ask for --sparsity 0.01 or more, or say --set ranks=none "
-            "embedding=none for that larger model."
+            "--set embedding=none for that larger model."
         )
     reason = grid.reason_against_heads() if method.reduces_heads and budget.target != dense else None
     if reason is not None:

@@ -99,9 +99,12 @@ def refuse_idle(grid: "Grid", method: Method, target: Target, given: Mapping[str
     smaller_values = bool(target.value_size or target.inner_rate) or method.plans_inner_sizes
     of_values = "needs smaller values in the heads (value_size, inner_rate or inner_sizes)"
     of_hidden = "needs a smaller hidden size (hidden)"
+    of_dense = "needs correction=two-stream"
     acting: dict[str, tuple[bool, str]] = {
         "sketch_size": (method.sketch != "none", "needs pivots of a sketch (sketch)"),
         "pivot_group_size": (method.pivoting in ("grouped", "tournament"), "needs pivots of groups (pivoting)"),
+        "residual_weight": (method.follows_dense, of_dense),
+        "residual_target": (method.follows_dense, of_dense),
         "group_size": (method.slices, of_hidden),
         "token_weighting": (method.slices, of_hidden),
         "shared_weight": (

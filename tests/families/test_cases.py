@@ -89,16 +89,16 @@ def test_old_tensors_are_read_as_transformers_reads_them(
     load(Path(config.output))
 
 
-@pytest.mark.parametrize("correction", ["same-layer", "two-stream"])
+@pytest.mark.parametrize(
+    "correction", [{"correction": "same-layer"}, {"correction": "two-stream", "residual_weight": 1.0}], ids=str
+)
 @pytest.mark.parametrize("name", ["cohere", "gpt_neox"])
 def test_predicted_errors_of_parallel_sublayers_are_those_on_the_text(
-    name: str, correction: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+    name: str, correction: dict[str, Any], make_checkpoint: MakeCheckpoint, make_config: MakeConfig
 ) -> None:
     """Both sublayers read one state; the target of the second one also has what the first one lost."""
     heads = {"heads": "id"} if name == "cohere" else {}
-    config = make_config(
-        make_checkpoint(**WHOLE_RUNS[name]), sparsity=0.15, correction=correction, residual_weight=1.0, **heads
-    )
+    config = make_config(make_checkpoint(**WHOLE_RUNS[name]), sparsity=0.15, **correction, **heads)
     report = compress(config)
     found = [each for layer in report.layers for each in layer.sublayers if each.measured_error is not None]
     assert {each.kind for each in found} == ({"heads", "ffn"} if heads else {"ffn"})

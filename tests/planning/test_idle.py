@@ -57,6 +57,16 @@ def test_a_setting_acts_or_is_refused(
     predict(make_config(checkpoint, **(beside | {name: value})))
 
 
+@pytest.mark.parametrize(("name", "value"), [("residual_weight", 0.5), ("residual_target", "sublayer")])
+def test_a_residual_without_the_dense_stream(
+    name: str, value: Any, make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+) -> None:
+    predict(make_config(make_checkpoint(), **{name: value}))
+    for correction in ("same-layer", "none"):
+        with pytest.raises(ConfigError, match=rf"^--set {name}={value} needs correction=two-stream; leave it out\.$"):
+            predict(make_config(make_checkpoint(), correction=correction, **{name: value}))
+
+
 def test_all_that_cannot_act_is_refused_at_once(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
     settings = {name: value for name, value, _, _ in IDLE}
     with pytest.raises(ConfigError) as refused:
