@@ -11,43 +11,19 @@ from oneshot.errors import ConfigError
 from oneshot.parsing import did_you_mean
 
 # Fields that have a flag of their own; every other field of Method and Target is a key of --set.
-FLAGS = {
-    "round_to": "--round-to",
-    "serve": "--serve",
-    "up_steps": "--up-steps",
-    "sparsity": "--sparsity",
-    "max_loss": "--max-loss",
+SAME_NAMES = (
+    *("round_to", "serve", "up_steps", "sparsity", "max_loss", "budget", "keep", "calibration", "num_sequences"),
+    *("sequence_length", "device", "dtype", "batch_size", "offload_dir", "seed", "form", "save_dtype", "bits"),
+    *("quantise", "revision", "tie", "profile", "recipe", "max_windows", "kind", "tasks", "limit", "include_path"),
+    *("prefill_tokens", "decode_tokens"),
+)
+FLAGS = {name: f"--{name.replace('_', '-')}" for name in SAME_NAMES} | {
     "parameters": "--params",
     "size_bytes": "--max-size",
-    "budget": "--budget",
-    "keep": "--keep",
-    "calibration": "--calibration",
-    "num_sequences": "--num-sequences",
-    "sequence_length": "--sequence-length",
-    "device": "--device",
-    "dtype": "--dtype",
-    "batch_size": "--batch-size",
     "max_memory_bytes": "--max-memory",
     "max_device_memory_bytes": "--max-device-memory",
-    "offload_dir": "--offload-dir",
-    "seed": "--seed",
-    "form": "--form",
-    "save_dtype": "--save-dtype",
     "max_file_bytes": "--max-shard-size",
-    "bits": "--bits",
     "gguf_bytes": "--max-file-size",
-    "quantise": "--quantise",
-    "revision": "--revision",
-    "tie": "--tie",
-    "profile": "--profile",
-    "recipe": "--recipe",
-    "max_windows": "--max-windows",
-    "kind": "--kind",
-    "tasks": "--tasks",
-    "limit": "--limit",
-    "include_path": "--include-path",
-    "prefill_tokens": "--prefill-tokens",
-    "decode_tokens": "--decode-tokens",
 }
 
 

@@ -3,17 +3,14 @@
 from typing import Any, get_args
 
 import pytest
-from factories import MakeCheckpoint, MakeConfig
 
 from oneshot.compression.expert_scores import EXPERT_SCORES, ExpertSelector
 from oneshot.compression.one_writer import NONZEROS
 from oneshot.config import FormName
-from oneshot.errors import ConfigError
 from oneshot.export.companions import OWN_CLASSES
 from oneshot.export.forms import FORMS, STATED_SHAPES
 from oneshot.families.refusals import COMPRESSED
 from oneshot.method import Allocation, Experts, SelectorName, Sketch
-from oneshot.pipeline import predict
 from oneshot.planning.damages import ALLOCATIONS
 from oneshot.selection import SELECTORS, needs_of
 from oneshot.selection.selector import Need
@@ -33,16 +30,6 @@ from oneshot.selection.selector import Need
 )
 def test_every_word_has_an_entry(words: Any, table: dict[str, Any], others: set[str]) -> None:
     assert set(get_args(words)) == table.keys() | others
-
-
-@pytest.mark.parametrize("kind", ["ffn", "heads"])
-def test_a_selector_without_an_entry_is_refused_before_any_work(
-    kind: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = make_config(make_checkpoint(), sparsity=0.2, **{kind: "wanda"})
-    monkeypatch.delitem(SELECTORS, "wanda")
-    with pytest.raises(ConfigError, match="Selector wanda has no entry in SELECTORS: choose one of id, obs"):
-        predict(config)
 
 
 def test_every_need_is_known() -> None:

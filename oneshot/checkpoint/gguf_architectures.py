@@ -16,7 +16,7 @@ class Architecture:
     """A family as GGUF files have it.
 
     Attributes:
-        model_type, model_class: of transformers.
+        model_type: of transformers.
         stated: what the config states of every model.
         biases: the config's names of biases, each with a tensor that shows them.
         context: the config's name of the longest context.
@@ -33,7 +33,6 @@ class Architecture:
     """
 
     model_type: str
-    model_class: str
     stated: Mapping[str, Any] = field(default_factory=dict)
     biases: Mapping[str, str] = field(default_factory=dict)
     context: str = "max_position_embeddings"
@@ -140,7 +139,6 @@ def _olmo2(keys: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]
     local = {"rope_type": "default", "rope_theta": theta}
     return {
         "model_type": "olmo3",
-        "architectures": ["Olmo3ForCausalLM"],
         "rope_parameters": {"full_attention": rotary, "sliding_attention": local},
         "sliding_window": window,
         "layer_types": _layer_types(keys, config, 4),
@@ -160,12 +158,11 @@ ATTENTION_BIAS = {"attention_bias": "blk.0.attn_q.bias"}
 LLAMA_BIASES = ATTENTION_BIAS | {"mlp_bias": "blk.0.ffn_down.bias"}
 SILU = {"hidden_act": "silu"}
 ARCHITECTURES = {
-    "llama": Architecture("llama", "LlamaForCausalLM", SILU, LLAMA_BIASES, pairs=True),
-    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", SILU),
-    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", SILU, ATTENTION_BIAS),
+    "llama": Architecture("llama", SILU, LLAMA_BIASES, pairs=True),
+    "qwen2": Architecture("qwen2", SILU),
+    "qwen3": Architecture("qwen3", SILU, ATTENTION_BIAS),
     "gemma": Architecture(
         "gemma",
-        "GemmaForCausalLM",
         {"hidden_act": "gelu_pytorch_tanh"},
         written=lambda config: {},
         norm_offset=1.0,
@@ -173,7 +170,6 @@ ARCHITECTURES = {
     ),
     "gemma2": Architecture(
         "gemma2",
-        "Gemma2ForCausalLM",
         GELU,
         keys=(*WINDOWS, *CAPS),
         further=_gemma2,
@@ -184,7 +180,6 @@ ARCHITECTURES = {
     ),
     "gemma3": Architecture(
         "gemma3_text",
-        "Gemma3ForCausalLM",
         GELU,
         keys=(*WINDOWS, *CAPS[1:], "rope.freq_base_swa"),
         further=_gemma3,
@@ -194,7 +189,6 @@ ARCHITECTURES = {
     ),
     "phi3": Architecture(
         "phi3",
-        "Phi3ForCausalLM",
         SILU,
         keys=WINDOWS[:1],
         further=lambda keys, config: {"sliding_window": keys.get(WINDOWS[0]) or None},  # a file states 0 for none
@@ -202,19 +196,15 @@ ARCHITECTURES = {
     ),
     "nemotron": Architecture(
         "nemotron",
-        "NemotronForCausalLM",
         {"hidden_act": "relu2"},
         LLAMA_BIASES,
         keys=("attention.layer_norm_rms_epsilon",),
         norm_offset=1.0,
         partly_rotary=True,
     ),
-    "starcoder2": Architecture(
-        "starcoder2", "Starcoder2ForCausalLM", {"hidden_act": "gelu_pytorch_tanh"}, {"use_bias": "blk.0.attn_q.bias"}
-    ),
+    "starcoder2": Architecture("starcoder2", {"hidden_act": "gelu_pytorch_tanh"}, {"use_bias": "blk.0.attn_q.bias"}),
     "stablelm": Architecture(
         "stablelm",
-        "StableLmForCausalLM",
         SILU,
         {"use_qkv_bias": "blk.0.attn_q.bias"},
         keys=("use_parallel_residual",),
@@ -223,39 +213,32 @@ ARCHITECTURES = {
     ),
     "falcon": Architecture(
         "falcon",
-        "FalconForCausalLM",
         {"activation": "gelu", "multi_query": True, "parallel_attn": True, "new_decoder_architecture": False},
         keys=("tensor_data_layout", KV_HEADS),
     ),
-    "gpt2": Architecture("gpt2", "GPT2LMHeadModel", {"activation_function": "gelu_new"}, context="n_positions"),
+    "gpt2": Architecture("gpt2", {"activation_function": "gelu_new"}, context="n_positions"),
     "granite": Architecture(
         "granite",
-        "GraniteForCausalLM",
         SILU,
         LLAMA_BIASES,
         keys=("attention.scale", "embedding_scale", "residual_scale", "logit_scale"),
         further=_granite,
         pairs=True,
     ),
-    "olmo2": Architecture(
-        "olmo2", "Olmo2ForCausalLM", SILU, ATTENTION_BIAS, keys=(*WINDOWS, "rope.freq_base_swa"), further=_olmo2
-    ),
-    "exaone4": Architecture("exaone4", "Exaone4ForCausalLM", SILU, keys=WINDOWS, further=_exaone4),
-    "smollm3": Architecture("smollm3", "SmolLM3ForCausalLM", SILU, LLAMA_BIASES, pairs=True),
-    "arcee": Architecture("arcee", "ArceeForCausalLM", {"hidden_act": "relu2"}, LLAMA_BIASES, pairs=True),
+    "olmo2": Architecture("olmo2", SILU, ATTENTION_BIAS, keys=(*WINDOWS, "rope.freq_base_swa"), further=_olmo2),
+    "exaone4": Architecture("exaone4", SILU, keys=WINDOWS, further=_exaone4),
+    "smollm3": Architecture("smollm3", SILU, LLAMA_BIASES, pairs=True),
+    "arcee": Architecture("arcee", {"hidden_act": "relu2"}, LLAMA_BIASES, pairs=True),
     "command-r": Architecture(
         "cohere",
-        "CohereForCausalLM",
         SILU,
         ATTENTION_BIAS,
         keys=("logit_scale",),
         further=lambda keys, config: {"logit_scale": keys.get("logit_scale", 0.0625)},
     ),
-    "seed_oss": Architecture(
-        "seed_oss", "SeedOssForCausalLM", SILU, LLAMA_BIASES | {"attention_out_bias": "blk.0.attn_output.bias"}
-    ),
-    "ernie4_5": Architecture("ernie4_5", "Ernie4_5ForCausalLM", SILU, {"use_bias": "blk.0.attn_q.bias"}),
-    "hunyuan-dense": Architecture("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", SILU, ATTENTION_BIAS),
-    "glm4": Architecture("glm4", "Glm4ForCausalLM", SILU, ATTENTION_BIAS, partly_rotary=True),
-    "phi2": Architecture("phi", "PhiForCausalLM", {"hidden_act": "gelu_new"}, partly_rotary=True),
+    "seed_oss": Architecture("seed_oss", SILU, LLAMA_BIASES | {"attention_out_bias": "blk.0.attn_output.bias"}),
+    "ernie4_5": Architecture("ernie4_5", SILU, {"use_bias": "blk.0.attn_q.bias"}),
+    "hunyuan-dense": Architecture("hunyuan_v1_dense", SILU, ATTENTION_BIAS),
+    "glm4": Architecture("glm4", SILU, ATTENTION_BIAS, partly_rotary=True),
+    "phi2": Architecture("phi", {"hidden_act": "gelu_new"}, partly_rotary=True),
 }

@@ -20,6 +20,7 @@ from oneshot.checkpoint.gguf_rotary import (
     rotary_parameters,
 )
 from oneshot.checkpoint.pooling import KINDS
+from oneshot.checkpoint.stock import with_head
 from oneshot.errors import CheckpointError
 from oneshot.families import FAMILIES
 
@@ -108,7 +109,6 @@ def config_of(file: Stated) -> dict[str, Any]:
         sizes
         | _special_tokens(file)
         | {
-            "architectures": [architecture.model_class],
             "dtype": "float32",
             "model_type": architecture.model_type,
             "tie_word_embeddings": "output.weight" not in file.tensors,
@@ -124,11 +124,12 @@ def config_of(file: Stated) -> dict[str, Any]:
         if rotary_size != head_dim:
             config["rope_parameters"]["partial_rotary_factor"] = rotary_size / head_dim
     try:
-        return config | architecture.further(stated, config)
+        config |= architecture.further(stated, config)
     except ValueError as error:
         raise CheckpointError(
             f"The GGUF file states what no config.json does ({error}); give the model it came from."
         ) from error
+    return config | {"architectures": [with_head(config)]}
 
 
 def _special_tokens(file: Stated) -> dict[str, int | None]:

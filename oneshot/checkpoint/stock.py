@@ -83,9 +83,9 @@ def under_own_names(family: Description, config: dict[str, Any]) -> dict[str, An
     }
     for other, own in names.items():
         if config.get(own, config[other]) != config[other]:
-            stated = " and ".join(f"{name} {repr(config[name])[:100]}" for name in (own, other))
+            both = " and ".join(f"{name} {repr(config[name])[:100]}" for name in (own, other))
             raise CheckpointError(
-                f"config.json states {stated}, which are two names of one size; give a complete {family.model_type} "
+                f"config.json states {both}, which are two names of one size; give a complete {family.model_type} "
                 "checkpoint."
             )
     stated = {own: config[other] for other, own in names.items()}

@@ -176,11 +176,6 @@ class MomentAccumulator:
         self._sums += torch.stack((rows.sum(0), rows.square().sum(0)))
         self._num_rows += len(rows)
 
-    def merge_(self, other: "MomentAccumulator") -> None:
-        """Add the sums over other rows."""
-        self._sums += other._sums
-        self._num_rows += other._num_rows
-
     def finish(self, workers: Workers = ALONE) -> Moments:
         """Return the means as a record."""
         [num_rows] = workers.sum_counts(self._sums.device, self._num_rows)

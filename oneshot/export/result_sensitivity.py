@@ -1,16 +1,12 @@
 """What a result of `--form gguf` gives for errors of its outputs: squared gradients at the outputs of its linears."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
-
 import torch
 from torch import nn
 
 from oneshot.compression.overflow import refuse_overflow
 from oneshot.compression.statistics import GramAccumulator, Statistics
 from oneshot.export.result_model import EMBEDDING, HEAD, Advance, ResultModel
-from oneshot.stream import ActivationStore, InputSquares
+from oneshot.stream import ActivationStore, InputSquares, outputs_of
 
 SENSITIVITY_TOKENS = 8192
 HEAD_INPUTS = f"{HEAD}.inputs"
@@ -41,7 +37,7 @@ def output_squares(model: ResultModel, seed: int, advance: Advance) -> tuple[Inp
         }
         for batch in model.batches:
             x, behind = model.read_batch(states[-1], batch), model.read_batch(gradients, batch)
-            with torch.enable_grad(), _outputs_of(linears) as outputs:
+            with torch.enable_grad(), outputs_of(linears) as outputs:
                 moved = layer.run(x.requires_grad_())
             before, *found = torch.autograd.grad(moved, [x, *outputs.values()], behind)
             for name, gradient in zip(outputs, found, strict=True):
@@ -72,19 +68,3 @@ def _start(model: ResultModel, last: ActivationStore, squares: InputSquares, see
             number += 1
         last.write(batch.rows, states)
     return gram.finish()
-
-
-@contextmanager
-def _outputs_of(linears: dict[str, nn.Module]) -> Iterator[dict[str, torch.Tensor]]:
-    """Collect the outputs of linears while their layer runs inside the block."""
-    outputs: dict[str, torch.Tensor] = {}
-
-    def collect(name: str) -> Callable[[nn.Module, Any, torch.Tensor], None]:
-        return lambda _, __, output: outputs.update({name: output})
-
-    handles = [part.register_forward_hook(collect(name)) for name, part in linears.items()]
-    try:
-        yield outputs
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -33,16 +33,16 @@ class Interpolation:
         return float(self.coefficients.abs().max()) if self.coefficients.numel() else 0.0
 
 
-def interpolate(gram: torch.Tensor, skeleton: torch.Tensor, damping: float, of: str = "kept columns") -> Interpolation:
+def interpolate(gram: torch.Tensor, skeleton: torch.Tensor, damping: float) -> Interpolation:
     """Solve `min_T ‖A[:, rest] − A[:, skeleton] T‖² + λ‖T‖²` from `gram = AᵀA (n, n)`.
 
     STAT equation 2 with a ridge `λ = damping · mean(diag gram[skeleton, skeleton])`. With damping 0 and the
     skeleton from column-pivoted QR, `T = R11⁻¹ R12`. The ridge leaves `P[:, skeleton] = I` exact, so it shrinks
-    towards "no correction", not towards zero output. `of`: what the skeleton is, in words.
+    towards "no correction", not towards zero output.
     """
     rest = columns_without(skeleton, len(gram))
     rows = skeleton.unsqueeze(1)  # entries are gathered at once, so that no copy of whole rows is made
-    factor = RidgeFactor(gram[rows, skeleton], damping, of)
+    factor = RidgeFactor(gram[rows, skeleton], damping, "kept columns")
     return Interpolation(skeleton, rest, factor.solve(gram[rows, rest]), factor)
 
 

@@ -6,9 +6,7 @@ and its name in `method.SelectorName`, which the command line offers.
 
 import torch
 
-from oneshot.errors import ConfigError
 from oneshot.method import SelectorName
-from oneshot.parsing import did_you_mean
 from oneshot.selection import scores
 from oneshot.selection.elimination import Elimination
 from oneshot.selection.evidence import Evidence
@@ -29,22 +27,12 @@ SELECTORS: dict[str, Selector] = {
 
 
 def find_selector(name: SelectorName) -> Selector | None:
-    """Return the selector of a name; None for `none`.
-
-    Raises `ConfigError` if the name has no entry in `SELECTORS`.
-    """
-    if name == "none":
-        return None
-    if name not in SELECTORS:
-        raise ConfigError(
-            f"Selector {name} has no entry in SELECTORS: choose one of {', '.join(SELECTORS)}"
-            f"{did_you_mean(name, SELECTORS)}"
-        )
-    return SELECTORS[name]
+    """Return the selector of a name; None for `none`."""
+    return None if name == "none" else SELECTORS[name]
 
 
 def needs_of(name: SelectorName) -> frozenset[Need]:
-    """Return the evidence that a selector needs. Raises as `find_selector`."""
+    """Return the evidence that a selector needs."""
     selector = find_selector(name)
     return frozenset() if selector is None else selector.needs
 

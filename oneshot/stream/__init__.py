@@ -3,7 +3,7 @@
 from oneshot.stream.check import check_family
 from oneshot.stream.further import enter_further
 from oneshot.stream.input_squares import InputSquares
-from oneshot.stream.layer import DensePass, Layer
+from oneshot.stream.layer import DensePass, Layer, outputs_of
 from oneshot.stream.layers import LayerBuilder, read_ahead
 from oneshot.stream.memory import LentKeys, Memory, memory_of
 from oneshot.stream.output_head import OutputHead

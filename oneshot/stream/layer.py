@@ -1,8 +1,8 @@
 """One layer with its weights, callable by its sublayers."""
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cached_property, partial
 from typing import Any
 
@@ -24,6 +24,20 @@ class _Reached(Exception):  # noqa: N818
 
 
 SHARED = "shared_kv_states"  # the stock layer's argument
+
+
+@contextmanager
+def outputs_of(parts: Mapping[str, nn.Module]) -> Iterator[dict[str, torch.Tensor]]:
+    """Collect the outputs of modules, and of mixtures, by their names, while they run inside the block."""
+    outputs: dict[str, torch.Tensor] = {}
+
+    def collect(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        return lambda _, __, output: outputs.update({name: written_part(output)})
+
+    with ExitStack() as hooks:
+        for name, part in parts.items():
+            hooks.enter_context(part.register_forward_hook(collect(name)))
+        yield outputs
 
 
 class Layer:
@@ -166,20 +180,9 @@ class Layer:
         """Return the writer's output for rows of its activations, `(tokens, D)`."""
         return self._part(self._stack.sublayers[index].writer)(rows)
 
-    @contextmanager
-    def outputs_of(self, *linears: str) -> Iterator[dict[str, torch.Tensor]]:
+    def outputs_of(self, *linears: str) -> AbstractContextManager[dict[str, torch.Tensor]]:
         """Collect the outputs of linears, and of mixtures, by their names, while the layer runs inside the block."""
-        outputs: dict[str, torch.Tensor] = {}
-
-        def collect(name: str) -> Callable[[nn.Module, Any, Any], None]:
-            return lambda _, inputs, output: outputs.update({name: written_part(output)})
-
-        handles = [self._part(name).register_forward_hook(collect(name)) for name in linears]
-        try:
-            yield outputs
-        finally:
-            for handle in handles:
-                handle.remove()
+        return outputs_of({name: self._part(name) for name in linears})
 
     @contextmanager
     def summing_inputs(self) -> Iterator[InputSquares]:

@@ -175,14 +175,10 @@ def route(
     def listen(_: nn.Module, unnamed: tuple[Any, ...], named: dict[str, Any], output: torch.Tensor) -> None:
         told.append((*unnamed, *named.values(), output))
 
-    handles = [
-        experts.register_forward_hook(listen, with_kwargs=True),
-        router.register_forward_hook(lambda _, __, output: logits.append(_logits(output, len(experts.down_proj)))),
-    ]
-    try:
+    def see(_: nn.Module, __: Any, output: Any) -> None:
+        logits.append(_logits(output, len(experts.down_proj)))
+
+    with experts.register_forward_hook(listen, with_kwargs=True), router.register_forward_hook(see):
         written = block(x)
-    finally:
-        for handle in handles:
-            handle.remove()
     [(rows, chosen, gates, mixed)] = told
     return Routing(rows, logits[0], chosen, gates.to(rows.dtype), mixed, written.flatten(0, -2), experts, alternating)

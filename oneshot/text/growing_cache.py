@@ -22,11 +22,8 @@ def growing_in_place(model: Any, num_tokens: int) -> Iterator[None]:
                 for layer in cache.layers:
                     _make_room(layer, num_tokens)
 
-    handle = model.register_forward_pre_hook(make_room, with_kwargs=True)
-    try:
+    with model.register_forward_pre_hook(make_room, with_kwargs=True):
         yield
-    finally:
-        handle.remove()
 
 
 def _make_room(layer: Any, num_tokens: int) -> None:

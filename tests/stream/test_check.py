@@ -38,9 +38,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "granite-of-head": ({"logits_scaling": 8.0}, "The output head of this granite"),
     "phi3": ({}, "mlp.down_proj.weight|mlp.gate_proj.weight|mlp.gate_up_proj.weight"),
     "olmo2": ({}, "input_layernorm"),
-    "cohere": ({"logit_scale": 0.5}, "rms_norm_eps"),
-    "stablelm": ({}, "rms_norm_eps"),
-    "nemotron": ({}, "rms_norm_eps"),
+    "cohere": ({"logit_scale": 0.5}, "post_attention_layernorm"),
+    "stablelm": ({}, "input_layernorm.bias"),
+    "nemotron": ({}, "input_layernorm.bias"),
     "arcee": ({}, "gate_proj"),
 }
 
