@@ -138,10 +138,9 @@ def test_layers_around_a_left_out_one_are_corrected_towards_the_dense_stream(
     options: dict[str, Any] = {"depth": "sensitivity", "sparsity": 0.35, "round_to": 4, "num_sequences": 64}
     dense = AutoModelForCausalLM.from_pretrained(idle_layer).eval()
     errors = []
-    for correction in ("none", "two-stream"):
-        output = str(tmp_path / correction)
-        options |= {"correction": correction, "residual_weight": 1.0, "output": output}
-        report = compress(make_config(idle_layer, **options))
+    for correction in ({"correction": "none"}, {"correction": "two-stream", "residual_weight": 1.0}):
+        output = str(tmp_path / str(correction["correction"]))
+        report = compress(make_config(idle_layer, **options, **correction, output=output))
         assert left_out(report.plan)
         model = load_model(Path(output), device=torch.device("cpu"), dtype=torch.float32)
         with torch.no_grad():
