@@ -28,6 +28,7 @@ from vocabularies import SETTINGS
 Options = dict[str, str]  # of the command line, by flag; `--set KEY` for settings
 PAIRED = ("t5", "mt5")
 MOST_FOLLOWED = 5  # refusals of one run, each for another cause
+saved_tokenizer = cache(tiny_tokenizer)  # training it takes longer than a run's text
 BY_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types")
 
 
@@ -148,7 +149,7 @@ def save(drawn: Drawn, folder: Path) -> Path:
         save_t5(model, folder)
     else:
         model.save_pretrained(folder, max_shard_size="60KB" if drawn.stored == "shards" else "5GB")
-        tiny_tokenizer().save_pretrained(folder)
+        saved_tokenizer().save_pretrained(folder)
     if drawn.stored == "torch" and (folder / "model.safetensors").exists():
         torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
         (folder / "model.safetensors").unlink()

@@ -197,7 +197,7 @@ def test_no_run_takes_more_than_predicted(
     ):
         options = {"sequence_length": 512, "num_sequences": 4, "output": str(tmp_path / name)} | changes
         scores[name] = flat_options(make_config(given, **options)) | {"check": True}
-    wide_rows = make_checkpoint(hidden=64, width=4096, layers=1, vocabulary=512, tied=True)
+    wide_rows = make_checkpoint(hidden=64, width=2048, layers=1, vocabulary=512, tied=True)
     types = {"form": "gguf", "sparsity": 0.0, "bits": 5.2, "num_sequences": 4, "sequence_length": 128}
     scores["types of tensors"] = flat_options(make_config(wide_rows, output=str(tmp_path / "types"), **types))
     encoders = encoder_runs(make_checkpoint, make_config, tmp_path)
