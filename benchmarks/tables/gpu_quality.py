@@ -52,15 +52,15 @@ def by_model_table() -> str:
                 _accuracy_cell(model, 0.2),
             ]
         )
-    seeds = " or ".join(str(number) for number in sorted({len(row.get("scores", [row])) for row in rows}))
+    counts = [len(row.get("scores", [row])) for row in rows]
     older = f" {' and '.join(of_cards)}: on a GPU, with older code." if of_cards else ""
     return markdown(
         ["model", "tokens", "−10 %", "−20 %", "−30 %", "Python code, −20 %", "accuracy, −20 %"],
         lines,
         "Perplexity ÷ the dense model's, geometric mean over five kinds of text that are not the calibration's; mean ± "
-        f"standard deviation over {seeds} seeds. Tokens: of calibration. Accuracy: mean over arc_easy, "
-        f"boolq, lambada_openai, piqa and winogrande ({DOCUMENTS} documents of each), dense → compressed, one seed. "
-        f"The sizes are shares of the stored parameters, the embedding included.{older}",
+        f"standard deviation over {min(counts)} to {max(counts)} seeds. Tokens: of calibration. Accuracy: mean over "
+        f"arc_easy, boolq, lambada_openai, piqa and winogrande ({DOCUMENTS} documents of each), dense → compressed, "
+        f"one seed. The sizes are shares of the stored parameters, the embedding included.{older}",
     )
 
 
