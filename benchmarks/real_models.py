@@ -112,7 +112,7 @@ def main() -> None:
     """Fetch the named models, or all."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument(
-        "names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)} (default: all that are published)"
+        "names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)} (default: {', '.join(MODELS)})"
     )
     options.add_argument("--folder", type=Path, default=FOLDER, help="(default: .models of the repository)")
     arguments = options.parse_args()

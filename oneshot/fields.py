@@ -10,7 +10,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from oneshot.errors import ConfigError
 from oneshot.parsing import did_you_mean
 
-# Fields that have a flag of their own; every other field of Method and Target is a key of --set.
+# Fields that have a flag of their own, most of them by their names; every other field of Method and Target is a key of
+# --set.
 SAME_NAMES = (
     *("round_to", "serve", "up_steps", "sparsity", "max_loss", "budget", "keep", "calibration", "num_sequences"),
     *("sequence_length", "device", "dtype", "batch_size", "offload_dir", "seed", "form", "save_dtype", "bits"),

@@ -84,6 +84,14 @@ def test_every_key_named_exists(document: Path) -> None:
     assert named(document, r"--set (\w+)=") - known == set()
 
 
+@pytest.mark.parametrize("root", ["README.md", "docs", "oneshot", "examples"])
+def test_every_setting_has_its_flag(root: str) -> None:
+    """`--set` takes one setting; the parser takes the next word for the checkpoint. Sentences of code run on."""
+    place = ROOT / root
+    files = [place] if place.is_file() else [*place.rglob("*.md"), *place.rglob("*.py")]
+    assert set().union(*(named(file, r'--set \w+=\w+[\s"]+\w+=\w+') for file in files)) == set()
+
+
 def test_the_command_line_page_has_every_option() -> None:
     text = (ROOT / "docs" / "command-line.md").read_text()
     options = {

@@ -16,7 +16,7 @@ class Architecture:
     """A family as GGUF files have it.
 
     Attributes:
-        model_type: of transformers.
+        model_type: name of the family in transformers, whose class with an output head the config states.
         stated: what the config states of every model.
         biases: the config's names of biases, each with a tensor that shows them.
         context: the config's name of the longest context.

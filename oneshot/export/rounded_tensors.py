@@ -7,6 +7,7 @@ the diagonal of `D_b` is the importance of its columns. With blocks of one colum
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import numpy as np
@@ -108,16 +109,15 @@ class RoundedTensors:
     def _grams(self, layer: ResultLayer, number: int) -> dict[str, Statistics]:
         """Return the Grams of what a layer's linears read, by the first of those that read the same."""
         model, sums, tensors = self._model, dict[str, GramAccumulator](), layer.tensors
-        handles = []
-        for name in (together[0] for together in READERS):
-            if f"{name}.weight" in tensors:
-                size = tensors[f"{name}.weight"].shape[1]
-                sums[name] = GramAccumulator(size, output_size=None, device=model.machine.device)
-                handles.append(layer.module.get_submodule(name).register_forward_pre_hook(_listener(sums[name])))
-        for batch in model.batches:
-            layer.run(model.read_batch(self._states, batch))
-        for handle in handles:
-            handle.remove()
+        with ExitStack() as hooks:
+            for name in (together[0] for together in READERS):
+                if f"{name}.weight" in tensors:
+                    size = tensors[f"{name}.weight"].shape[1]
+                    sums[name] = GramAccumulator(size, output_size=None, device=model.machine.device)
+                    part = layer.module.get_submodule(name)
+                    hooks.enter_context(part.register_forward_pre_hook(_listener(sums[name])))
+            for batch in model.batches:
+                layer.run(model.read_batch(self._states, batch))
         with naming_the_layer(number, lambda: tensors):
             return {name: one.finish() for name, one in sums.items()}
 

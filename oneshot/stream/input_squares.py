@@ -1,7 +1,7 @@
 """Sums of squares of what the linears of a layer read: the diagonals of their Grams."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -35,20 +35,16 @@ class InputSquares:
         fused = {} if stack is None else stack.fused
         stored = {part: whole for whole, parts in fused.items() for part in parts}
         repeated = {part for parts in fused.values() for part in parts[1:]}
-        handles = [
-            part.register_forward_pre_hook(self._listener(stored.get(name, name)))
-            for name, part in module.named_modules()
-            if name not in repeated and _multiplies(part)
-        ]
         experts = None if stack is None else stack.experts
-        if experts is not None:
-            listener = self._listener_of_experts(experts)
-            handles.append(module.get_submodule(experts.experts).register_forward_pre_hook(listener, with_kwargs=True))
-        try:
+        with ExitStack() as hooks:
+            for name, part in module.named_modules():
+                if name not in repeated and _multiplies(part):
+                    listener = self._listener(stored.get(name, name))
+                    hooks.enter_context(part.register_forward_pre_hook(listener))
+            if experts is not None:
+                of_experts, whole = self._listener_of_experts(experts), module.get_submodule(experts.experts)
+                hooks.enter_context(whole.register_forward_pre_hook(of_experts, with_kwargs=True))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def add_(self, name: str, squares: torch.Tensor, counts: torch.Tensor) -> None:
         """Add a batch's sum of squares of a linear, and its tokens."""

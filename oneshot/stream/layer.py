@@ -250,13 +250,11 @@ class Layer:
         def stop(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
             raise _Reached(inputs[0])
 
-        handle = self._part(part).register_forward_pre_hook(stop)
         try:
-            run()
+            with self._part(part).register_forward_pre_hook(stop):
+                run()
         except _Reached as reached:
             return reached.states
-        finally:
-            handle.remove()
         raise AssertionError(f"the stock layer calls {part}")
 
     @cached_property

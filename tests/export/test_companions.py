@@ -189,6 +189,8 @@ GENERATION: dict[str, dict[str, Any]] = {
 
 
 USE: dict[str, Any] = {
+    "bos_token_id": 3,
+    "eos_token_id": 4,
     "id2label": {"0": "no", "1": "yes"},
     "label2id": {"no": 0, "yes": 1},
     "prefix": "Q: ",
@@ -201,7 +203,13 @@ USE: dict[str, Any] = {
 
 @pytest.mark.parametrize(
     ("family", "form"),
-    [("llama", "stock"), ("llama", "per-layer"), ("mistral", "nemotron-nas"), ("gemma3_text", "per-layer")],
+    [
+        ("llama", "stock"),
+        ("llama", "per-layer"),
+        ("mistral", "nemotron-nas"),
+        ("gemma3_text", "per-layer"),
+        ("bert", "per-layer"),
+    ],
 )
 def test_what_a_config_says_of_a_models_use_stays(
     family: str, form: str, own_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path
