@@ -178,7 +178,7 @@ def predict(config: Config) -> Footprint:
         target = config.target
         if target.budget == "latency":
             target = replace(target, budget="flops")
-        refuse_idle(run.grid, run.method, target, config.given_settings)
+        refuse_idle(run.grid, run.method, config)
         job = Job(config, run, target=target, dry=True)
         if target.max_loss is not None or target.finds_share:
             logger.warning(

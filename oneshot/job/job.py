@@ -372,7 +372,7 @@ def plan_jobs(configs: Sequence[Config], run: Run) -> list[Job]:
     Raises as `Job`, and `ConfigError` for settings that cannot act.
     """
     for config in configs:
-        refuse_idle(run.grid, run.method, config.target, config.given_settings)
+        refuse_idle(run.grid, run.method, config)
     jobs = [Job(config, run) for config in configs]
     of_jobs = [stages_of(run, job.config, job.schedule, job.plan, job.footprint) for job in jobs]
     shared = {name: stages[name] for name in SHARED_STAGES for stages in of_jobs if name in stages}

@@ -1,13 +1,12 @@
 """What a form or a family cannot have of what a run asks for: all of it at once, each with the remedy."""
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from oneshot.architecture import Feature
-from oneshot.config import Target
+from oneshot.config import Config, Target
 from oneshot.errors import ConfigError, OneshotError, PlanError, together
 from oneshot.fields import display
-from oneshot.method import Method
+from oneshot.method import AUTO, Method
 from oneshot.selection import find_selector, needs_of
 
 if TYPE_CHECKING:
@@ -88,21 +87,31 @@ def errors_against_profile(grid: "Grid", method: Method) -> list[OneshotError]:
     return found
 
 
-def refuse_idle(grid: "Grid", method: Method, target: Target, given: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for settings that cannot act, because what they belong to is not asked for.
+def refuse_idle(grid: "Grid", method: Method, config: Config) -> None:
+    """Raise `ConfigError` for settings that somebody has given and that cannot act beside the others.
 
-    `given`: the settings of the method that somebody has chosen. A recipe may state others, because it is for all
-    models and sizes.
+    A recipe may state settings that cannot act, because it is for all models and sizes. `method`: settled.
     """
+    target, given = config.target, config.given_settings
     is_mixture = grid.shape.experts is not None
     of_mixtures = f"is for mixtures of experts, which {grid.family.model_type} is not"
     smaller_values = bool(target.value_size or target.inner_rate) or method.plans_inner_sizes
     of_values = "needs smaller values in the heads (value_size, inner_rate or inner_sizes)"
     of_hidden = "needs a smaller hidden size (hidden)"
     of_dense = "needs correction=two-stream"
+    of_pivots, takes_pivots = "needs neurons chosen by pivots (ffn)", method.ffn == "id"
+    by_groups = takes_pivots and method.pivoting in ("grouped", "tournament")
     acting: dict[str, tuple[bool, str]] = {
-        "sketch_size": (method.sketch != "none", "needs pivots of a sketch (sketch)"),
-        "pivot_group_size": (method.pivoting in ("grouped", "tournament"), "needs pivots of groups (pivoting)"),
+        "sketch": (takes_pivots, of_pivots),
+        "pivoting": (takes_pivots, of_pivots),
+        "sketch_size": (takes_pivots and method.sketch != "none", "needs pivots of a sketch (sketch)"),
+        "pivot_group_size": (by_groups, "needs pivots of groups (pivoting)"),
+        "head_unit": (method.reduces_heads or config.profile is not None, "needs a selector of heads (heads)"),
+        "layer_allocation": (
+            method.layer_allocation in (AUTO, method.allocation),
+            f"is for layers of different sizes, but the allocation here is {method.allocation}",
+        ),
+        "damping": (method.solves or method.reads_profile, "needs least squares (correction) or a profile"),
         "residual_weight": (method.follows_dense, of_dense),
         "residual_target": (method.follows_dense, of_dense),
         "group_size": (method.slices, of_hidden),

@@ -210,8 +210,8 @@ def test_silent_heads_are_removed_without_loss(family: str, correction: str, mak
     dense, run = make(family, FAMILIES[family].classes[0], silence)
     removed = 3 * 2 * 8 * (3 * 33 + 32)
     ours = run(
-        heads="id", ffn="none", allocation="uniform", correction=correction, damping=1e-7, num_sequences=64,
-        parameters=dense.num_parameters() - removed,
+        heads="id", ffn="none", allocation="uniform", correction=correction, num_sequences=64,
+        parameters=dense.num_parameters() - removed, **({} if correction == "none" else {"damping": 1e-7}),
     )  # fmt: skip
     assert ours.encoder.layer[0].attention.self.query.weight.shape == (16, 32)
     assert dense.num_parameters() - ours.num_parameters() == removed

@@ -123,7 +123,7 @@ def test_silent_heads_of_opt_fold_without_loss(
         ffn="none",
         allocation=allocation,
         correction=correction,
-        damping=1e-7,
+        **({} if correction == "none" else {"damping": 1e-7}),
         parameters=Checkpoint(folder).num_parameters - removed + 400 - 5 * 32 - 64,  # a head's bias, no norm's, no row
         num_sequences=64,
     )

@@ -19,6 +19,8 @@ MIXTURE, DENSE = "mixtral", ""
 # a setting; what makes it act; and a model of which this is so
 IDLE: list[tuple[str, Any, dict[str, Any], str]] = [
     ("sketch_size", 96, {"sketch": "count"}, DENSE),
+    ("head_unit", "kv-group", {"heads": "id"}, DENSE),
+    ("layer_allocation", "stat", {"form": "per-layer"}, DENSE),
     ("pivot_group_size", 16, {"pivoting": "grouped"}, DENSE),
     ("pivot_group_size", 16, {"pivoting": "tournament"}, DENSE),
     ("group_size", 2, SLICED | {"form": "per-layer"}, DENSE),
@@ -67,6 +69,31 @@ def test_a_residual_without_the_dense_stream(
             predict(make_config(make_checkpoint(), correction=correction, **{name: value}))
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "beside", "acting"),
+    [
+        ("sketch", "count", {"ffn": "obs"}, {}),
+        ("sketch_size", 96, {"recipe": "stat", "ffn": "obs"}, {"recipe": "stat"}),
+        ("pivoting", "grouped", {"ffn": "wanda"}, {}),
+        ("damping", 0.5, {"correction": "none"}, {"correction": "same-layer"}),
+        ("damping", 0.5, {"correction": "bias"}, {"correction": "none", "form": "per-layer"}),
+        ("layer_allocation", "stat", {"depth": "sensitivity"}, {"form": "per-layer"}),
+        ("layer_allocation", "error", {"form": "per-layer", "allocation": "stat"}, {"form": "per-layer"}),
+    ],
+)
+def test_another_setting_leaves_one_without_a_use(
+    name: str,
+    value: Any,
+    beside: dict[str, Any],
+    acting: dict[str, Any],
+    make_checkpoint: MakeCheckpoint,
+    make_config: MakeConfig,
+) -> None:
+    with pytest.raises(ConfigError, match=rf"^--set {name}={value} (needs|is for) .*; leave it out\.$"):
+        predict(make_config(make_checkpoint(), **beside, **{name: value}))
+    predict(make_config(make_checkpoint(), **acting, **{name: value}))
+
+
 def test_all_that_cannot_act_is_refused_at_once(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
     settings = {name: value for name, value, _, _ in IDLE}
     with pytest.raises(ConfigError) as refused:
@@ -78,6 +105,8 @@ def test_all_that_cannot_act_is_refused_at_once(make_checkpoint: MakeCheckpoint,
     "options",
     [
         {"recipe": "stat"},  # which states a ridge of experts
+        {"recipe": "stat", "ffn": "obs", "heads": "none", "correction": "none"},
+        {"recipe": "flap", "form": "stock"},
         {"recipe": "stat", "sketch": "none", "pivoting": "cholesky"},
         {"recipe": "group-pca", "hidden": "none", "ffn": "id", "form": "per-layer"},
         {"sketch_size": 0, "group_size": 0, "value_features": "heads", "expert_residual_weight": 1.0},
