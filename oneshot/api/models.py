@@ -10,6 +10,7 @@ from copy import copy, deepcopy
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import constants
 from huggingface_hub.file_download import repo_folder_name
 
@@ -29,13 +30,13 @@ def save_model(model: Any, tokenizer: Any, folder: Path) -> Path:
 
     The model stays as it is. It is written in its own dtype, one file of 5 GB after the other. If the checkpoint that
     it came from is on this machine, the files beside those weights are copied, such as the licence and the pooling.
-    If the hub's cache has several revisions of it, a warning says that they are left out.
+    If the hub's cache has several revisions of it, a warning says that they are left out; so one says of forward hooks.
 
     Args:
         model: a `PreTrainedModel`. tokenizer: with `save_pretrained`, or a path or hub name; None: the one that lies
             where the model came from, or none.
 
-    Raises `CheckpointError` for anything that is not a whole model of transformers.
+    Raises `CheckpointError` for anything that is not a whole model of transformers, with the modules of its class.
     """
     from transformers import PreTrainedModel
 
@@ -58,6 +59,8 @@ def save_model(model: Any, tokenizer: Any, folder: Path) -> Path:
             f"The model is a {type(model).__name__}, but transformers opens what it saves as {opened_as}; load it with "
             "an Auto class of transformers."
         )
+    _refuse_other_modules(model, saved.config)
+    _tell_of_hooks(model)
     with _saving(), _without_bars():
         saved.save_pretrained(place)
     found = _tokenizer(tokenizer, origin)
@@ -71,6 +74,37 @@ def save_model(model: Any, tokenizer: Any, folder: Path) -> Path:
     if source is not None:
         _copy_companions(source, place)
     return place
+
+
+def _refuse_other_modules(model: Any, config: Any) -> None:
+    """Raise `CheckpointError` if a module is of another class than the one that opening the checkpoint makes."""
+    if getattr(model, "hf_quantizer", None) is not None:  # which replaces linears
+        return
+    with torch.device("meta"):
+        stock = type(model)(config)
+    found = dict(model.named_modules())
+    for name, module in stock.named_modules():
+        if name in found and type(found[name]) is not type(module):
+            raise CheckpointError(
+                f"The module {name} of the model is a {type(found[name]).__name__}, but opening its checkpoint makes a "
+                f"{type(module).__name__} there; put that back."
+            )
+
+
+def _tell_of_hooks(model: Any) -> None:
+    """Warn of forward hooks other than transformers' own, which return what a module computes unchanged."""
+    hooked = [
+        name or type(module).__name__
+        for name, module in model.named_modules()
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+        if not str(getattr(hook, "__module__", "")).startswith("transformers.")
+    ]
+    if hooked:
+        logger.warning(
+            "The model has forward hooks (%s), which a checkpoint does not hold: the result is of the model without "
+            "them.",
+            ", ".join([*hooked[:3], *(["..."] if hooked[3:] else [])]),
+        )
 
 
 def _folder_of(origin: str) -> Path | None:

@@ -219,6 +219,29 @@ def test_an_adapter_is_refused_with_its_remedy(tmp_path: Path) -> None:
         oneshot.compress(AutoModelForCausalLM.from_config(build_model().config), tmp_path / "out", **SMALL)
 
 
+@pytest.mark.parametrize(("name", "stock"), [("model.layers.1.mlp.act_fn", "SiLUActivation"), ("lm_head", "Linear")])
+def test_a_module_of_another_class_is_refused(name: str, stock: str, tokenizer: Any, tmp_path: Path) -> None:
+    model = build_model()
+    model.set_submodule(name, torch.nn.Tanh())
+    with pytest.raises(
+        CheckpointError, match=rf"The module {name} of the model is a Tanh, but .* makes a {stock} there;"
+    ):
+        oneshot.compress(model, tmp_path / "out", tokenizer=tokenizer, **SMALL)
+
+
+def test_forward_hooks_are_left_out_and_told_unless_transformers_made_them(
+    tokenizer: Any, text_file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = build_model()
+    model(torch.arange(4).unsqueeze(0), output_hidden_states=True)
+    options: dict[str, Any] = {"tokenizer": tokenizer, "calibration": text_file, **SMALL, **SIZES}
+    oneshot.compress(model, tmp_path / "plain", **options)
+    assert "forward hooks" not in caplog.text
+    model.model.layers[1].mlp.register_forward_hook(lambda module, inputs, output: 2 * output)
+    oneshot.compress(model, tmp_path / "hooked", **options)
+    assert "The model has forward hooks (model.layers.1.mlp), which a checkpoint does not hold" in caplog.text
+
+
 def test_a_model_that_transformers_does_not_save_is_told_with_the_cause(tokenizer: Any, tmp_path: Path) -> None:
     model = build_model()
     assert model.generation_config is not None
