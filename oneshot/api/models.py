@@ -63,10 +63,10 @@ def save_model(model: Any, tokenizer: Any, folder: Path) -> Path:
     _tell_of_hooks(model)
     with _saving(), _without_bars():
         saved.save_pretrained(place)
-    found = _tokenizer(tokenizer, origin)
+    source = _folder_of(origin)
+    found = _tokenizer(tokenizer, origin, source)
     if found is not None:
         found.save_pretrained(place)
-    source = _folder_of(origin)
     if HUB_NAME.fullmatch(origin) and not Path(origin).exists():
         (place / CARD).write_text(f"---\nbase_model: {origin}\n---\n", encoding="utf-8")
     elif source is not None and (source / CARD).is_file():
@@ -121,8 +121,9 @@ def _folder_of(origin: str) -> Path | None:
     if len(found) == 1:
         return found[0]
     logger.warning(
-        "The files beside the checkpoint of the model are left out, because the hub's cache has %d revisions of %s "
-        "instead of one; load the model from a folder to have them copied.",
+        "The files beside the checkpoint of the model are left out, and its tokenizer is of the main revision unless "
+        "one is given, because the hub's cache has %d revisions of %s instead of one; load the model from a folder to "
+        "have them copied.",
         len(found),
         origin,
     )
@@ -178,8 +179,11 @@ def _remedy(model: Any) -> str:
     return "; give one, a path, or a name on the hub."
 
 
-def _tokenizer(tokenizer: Any, origin: str) -> Any:
-    """Return a tokenizer that is given, or lies where the model came from; None without one."""
+def _tokenizer(tokenizer: Any, origin: str, source: Path | None) -> Any:
+    """Return a tokenizer that is given, or lies where the model came from; None without one.
+
+    `source`: the local folder that the model came from, of which the hub's cache names the revision; None: unknown.
+    """
     from transformers import AutoTokenizer
 
     if hasattr(tokenizer, "save_pretrained"):
@@ -190,7 +194,8 @@ def _tokenizer(tokenizer: Any, origin: str) -> Any:
     try:
         if Path(name).is_dir():
             return load_tokenizer(Path(name))
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        revision = source.name if source is not None and not tokenizer else "main"
+        return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
     except Exception as error:  # the readers of tokenizers raise many unrelated types; the cause is named and chained
         if tokenizer is None:
             return None

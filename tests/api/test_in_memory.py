@@ -126,6 +126,18 @@ def test_the_cache_of_the_hub_also_has_them(
     assert "left out" not in caplog.text
 
 
+def test_the_tokenizer_is_of_the_revision_that_the_cache_of_the_hub_has(
+    own_checkpoint: MakeCheckpoint, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The main revision is not in the cache, and is not asked for."""
+    commit = "b" * 40
+    shutil.copytree(own_checkpoint(), tmp_path / "cache" / "models--someone--model" / "snapshots" / commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    model = AutoModelForCausalLM.from_pretrained("someone/model", revision=commit)
+    oneshot.compress(model, tmp_path / "out", calibration=text_file, **SMALL, **SIZES)
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
+
+
 def test_files_that_cannot_be_read_beside_a_model_in_memory_are_told(
     with_files_beside: Path, text_file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
