@@ -55,14 +55,17 @@ class Item:
         return [choice[place] for choice, place in zip(self.choices, places, strict=True)]
 
 
-def with_own_sizes(problem: Problem, plan: Plan) -> Plan:
+def with_own_sizes(problem: Problem, plan: Plan, filled: frozenset[int] = frozenset()) -> Plan:
     """Return each layer's own sizes with the least sum of damages within the budget (`linalg.allocation`).
+
+    As many layers stay as a pipeline has stages: where too few would, those whose FFNs cost most keep a part of these.
+    `filled`: layers that do.
 
     Raises `OutOfReachError` if the budget is out of reach, `PlanError` if it leaves no attention.
     """
     grid, budget, total = problem.grid, problem.budget, problem.measure(plan)
     # 1. What every sublayer of every layer, and every range of the vocabulary, may be
-    sublayers, several = _sublayer_items(problem, plan), _table_items(problem, plan)
+    sublayers, several = _sublayer_items(problem, plan, filled), _table_items(problem, plan)
     halves, left = [*sublayers.values()], budget.target - total
     # 2. One option of each, at every price of every table; one that stays needs no places of tokens
     items = [[*halves, *chain(*tables.values())] for tables in several]
@@ -83,6 +86,13 @@ def with_own_sizes(problem: Problem, plan: Plan) -> Plan:
         layers[layer] = replace(layers[layer], **reduce(dict.__or__, of_choices))
     if not any(layers[layer].num_attention_heads for layer in plan.kept_layers if grid.family.attends(layer)):
         raise PlanError("The target leaves no attention in any layer; ask for a smaller --sparsity.")
+    gone = sorted(
+        (layer for layer in plan.kept_layers if layers[layer].is_left_out),
+        key=lambda layer: float(problem.known_damages["ffn"][layer, 0]),
+    )
+    lacking = grid.serving.pp - (len(plan.kept_layers) - len(gone))
+    if gone and lacking > 0:
+        return with_own_sizes(problem, plan, filled.union(gone[-lacking:]))
     ranges = _ranges(tables, chosen[len(halves) :])
     return replace(
         plan,
@@ -108,7 +118,7 @@ def _chosen(items: Sequence[Item], budget: float) -> list[int] | None:
     return least_damage([item.damages for item in items], [item.costs for item in items], budget)
 
 
-def _sublayer_items(problem: Problem, plan: Plan) -> dict[tuple[int, Half], Item]:
+def _sublayer_items(problem: Problem, plan: Plan, filled: frozenset[int]) -> dict[tuple[int, Half], Item]:
     """Return what the FFN and the mixer of every layer that stays may be, in the order of layers."""
     grid, family = problem.grid, problem.grid.family
     known = grid.known_costs.setdefault((plan, problem.budget.measure), {})
@@ -117,13 +127,13 @@ def _sublayer_items(problem: Problem, plan: Plan) -> dict[tuple[int, Half], Item
     alike: dict[Any, list[int]] = {}
     for layer in plan.kept_layers:
         shapes, attends = (grid.shape.of(layer), grid.layer(plan, layer)), bool(family.stack_of(layer).attentions)
-        stays = layer in family.dense_layers, layer in grid.kept.ffn, layer in grid.kept.attention
+        stays = layer in family.dense_layers, layer in grid.kept.ffn, layer in grid.kept.attention, layer in filled
         alike.setdefault((shapes, attends, stays, layer == first), []).append(layer)
     # 2. What they lose, each layer has of its own
     items: dict[tuple[int, Half], Item] = {}
     for layer, *others in alike.values():
         of_halves: dict[Half, list[Choice]] = {
-            "ffn": _ffn_choices(problem, plan, layer),
+            "ffn": _ffn_choices(problem, plan, layer, must_stay=layer in filled),
             "attention": _attention_choices(problem, plan, layer, must_attend=layer == first),
         }
         for half, of_half in of_halves.items():
@@ -168,7 +178,7 @@ def _priced_ranges(problem: Problem, plan: Plan, name: Table) -> list[list[Item]
     return prices
 
 
-def _ffn_choices(problem: Problem, plan: Plan, layer: int) -> list[Choice]:
+def _ffn_choices(problem: Problem, plan: Plan, layer: int, *, must_stay: bool) -> list[Choice]:
     """Return the widths of an FFN, nothing first if it may be left out, with its experts, and the ranks of its linears.
 
     What fewer neurons and fewer experts lose adds up.
@@ -178,7 +188,7 @@ def _ffn_choices(problem: Problem, plan: Plan, layer: int) -> list[Choice]:
         return _whole(plan)
     width, step = shape.intermediate_size, problem.width_step
     widths = [*(range(step, width, step) if method.reduces_ffn else ()), width]
-    if problem.leaves_out_sublayers:
+    if problem.leaves_out_sublayers and not must_stay:
         widths = [0, *widths]
     sizes: list[Fields] = [{"intermediate_size": width} for width in widths]
     lost = damages["ffn"][:, widths]

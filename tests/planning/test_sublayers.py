@@ -190,3 +190,16 @@ def test_what_is_not_possible_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=sentence):
         compress(make_config(make_checkpoint(), depth="sublayers", **options))
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_as_many_layers_stay_as_a_pipeline_has_stages(
+    stages: int, save_model: Callable[..., Path], make_config: MakeConfig
+) -> None:
+    """Two of these four layers add nothing, and would go."""
+    model = build_model(layers=4, width=160)
+    silence(model, attention=[1, 2], ffn=[1, 2])
+    config = make_config(save_model(model), form="per-layer", depth="sublayers", sparsity=0.4, serve=f"pp={stages}")
+    report = compress(config)
+    assert len(Plan.from_dict(report.plan).kept_layers) == stages
+    assert report.sparsity["reached"] == pytest.approx(0.4, abs=0.03)
