@@ -64,10 +64,14 @@ def evaluate(
             located.append(Checkpoint(open_folder(baseline, scratch, baseline_revision)))
         kind = asked.kind
         if kind is None:
-            kind = kind_of(stating_class(located[0]).config)
-            if baseline is not None and (kind == "causal") != (kind_of(stating_class(located[-1]).config) == "causal"):
-                writing, other = (names[0], baseline) if kind == "causal" else (baseline, names[0])
-                raise ConfigError(f"{writing} writes text, but {other} does not; give a baseline of the same kind.")
+            kinds = [kind_of(stating_class(one).config) for one in located]
+            kind = kinds[0]
+            other = next(
+                (name for name, one in zip(names, kinds, strict=True) if (one == "causal") != (kind == "causal")), None
+            )
+            if other is not None:
+                writing, silent = (names[0], other) if kind == "causal" else (other, names[0])
+                raise ConfigError(f"{writing} writes text, but {silent} does not; give models of one kind.")
         if kind == "causal":
             results = evaluate_windows(
                 names,

@@ -253,11 +253,13 @@ def test_the_timed_prefill_is_as_long_as_is_asked_for(
 def test_a_model_that_writes_text_is_not_compared_with_an_encoder(
     encoder_first: bool, make_checkpoint: MakeCheckpoint, text_file: Path
 ) -> None:
-    names = [str(make_checkpoint(family="bert", groups=4, model_class="BertModel")), str(make_checkpoint())]
-    reason = f"{names[1]} writes text, but {names[0]} does not; give a baseline of the same kind"
+    names = [str(make_checkpoint(family="bert", groups=4, model_class="BertForMaskedLM")), str(make_checkpoint())]
+    reason = f"{names[1]} writes text, but {names[0]} does not; give models of one kind"
     first, second = names if encoder_first else reversed(names)
     with pytest.raises(ConfigError, match=re.escape(reason)):
         evaluate([first], [str(text_file)], baseline=second, device="cpu")
+    with pytest.raises(ConfigError, match=re.escape(reason)):  # a masked language model sees what it predicts
+        evaluate([first, second], [str(text_file)], device="cpu")
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt"])
