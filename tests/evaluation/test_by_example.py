@@ -562,6 +562,20 @@ def test_models_of_different_tasks_are_refused(save: Callable[[Any], Path], writ
         measures(folders, write([{"text": "a", "label": 1}]))
 
 
+def test_the_same_classes_in_another_order_are_refused(save: Callable[[Any], Path], write: Write) -> None:
+    """Names in other letters, and other names, say nothing of the order."""
+    folders = two_models(save, "bert", "BertForSequenceClassification", num_labels=2)
+    for classes, is_refused in (("no", "yes"), False), (("NO", "YES"), False), (("YES", "NO"), True):
+        for folder, names in zip(folders, (("no", "yes"), classes), strict=True):
+            edit_config(folder, id2label={str(number): name for number, name in enumerate(names)}, label2id="removed")
+        source = write([{"text": "a", "label": 1}])
+        if is_refused:
+            with pytest.raises(OneshotError, match=r"same classes in another order \(id2label\)"):
+                measures(folders, source)
+        else:
+            measures(folders, source)
+
+
 def test_a_tokenizer_of_a_larger_model_is_refused(save: Callable[[Any], Path], write: Write) -> None:
     folder = save(build_model("bert", model_class="BertForMaskedLM", vocabulary=50))
     with pytest.raises(OneshotError, match="no embedding"):
