@@ -18,6 +18,7 @@ from oneshot.text.files import (
     file_of,
     file_rows,
     is_file_name,
+    names_file,
     present_row,
     seeded_order,
     shown,
@@ -189,15 +190,20 @@ def _file_documents(source: str, seed: int | None, second: str, render: ChatRend
     odd = OddRecords(str(path))
     rows = file_rows(path, odd)
     read = _reader(rows, columns, str(path), second, render)
-    return _shuffled([piece for pair in _read(rows, read, odd) for piece in _pieces(*pair, seed)], seed)
+    return _shuffled([piece for pair in _read(rows, read, str(path), odd) for piece in _pieces(*pair, seed)], seed)
 
 
-def _read(rows: Iterable[Row], read: Callable[[Row], Pair], odd: OddRecords) -> Iterator[Pair]:
-    """Yield the documents of rows. Raises `CalibrationError` if most rows give none."""
+def _read(rows: Iterable[Row], read: Callable[[Row], Pair], source: str, odd: OddRecords) -> Iterator[Pair]:
+    """Yield the documents of rows. Raises `CalibrationError` if most rows give none, or the names of files."""
     try:
         for row in rows:
             try:
                 pair = read(row)
+                if isinstance(pair[0], str) and names_file(pair[0]):
+                    raise CalibrationError(
+                        f"{source} holds {reprlib.repr(pair[0])}, which names a file and is no text; give the files "
+                        "themselves, or rows with their text."
+                    )
             except CalibrationError as error:
                 odd.leave_out(error)
                 continue
@@ -275,7 +281,7 @@ def _hub_documents(source: str, seed: int | None, second: str, render: ChatRende
     rows = map(present_row, _hub_rows(path, config, split, seed))
     first = next(rows)
     read = _reader([first], _columns(column), path, second, render)
-    yield from _read(itertools.chain([first], rows), read, OddRecords(path))
+    yield from _read(itertools.chain([first], rows), read, path, OddRecords(path))
 
 
 def _column_reader(

@@ -364,6 +364,26 @@ def test_a_name_of_a_file_among_texts_is_left_out_and_told(
     )
 
 
+def test_names_of_files_in_a_column_or_a_loader_are_never_read_as_text(
+    make_checkpoint: MakeCheckpoint, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Most of them are refused; a few are left out and told."""
+    paths = [tmp_path / f"{place}.page" for place in range(len(TEXTS))]
+    for path, text in zip(paths, TEXTS, strict=True):
+        path.write_text(text)
+    names = [str(path) for path in paths]
+    loader: DataLoader[Any] = DataLoader(names, batch_size=4)  # type: ignore[arg-type]
+    rows = [{"text": name} for name in names]
+    for given in (loader, rows, Dataset.from_list(rows), Dataset.from_dict({"page": names})):
+        with pytest.raises(
+            CalibrationError, match=r"^The given text holds '.*\.page', which names a file and is no text;"
+        ):
+            oneshot.compress(make_checkpoint(), tmp_path / "out", calibration=given, **SMALL, **SIZES)
+    few = Dataset.from_dict({"text": [*TEXTS, names[0]]})
+    oneshot.compress(make_checkpoint(), tmp_path / "out", calibration=few, **SMALL, **SIZES)
+    assert "1 of 13 records of the given text give no text and are left out" in caplog.text
+
+
 def test_chats_are_the_file_that_holds_them(make_checkpoint: MakeCheckpoint, tmp_path: Path, weights: Any) -> None:
     chats = [
         [{"role": "user", "content": f"Topic {number}"}, {"role": "assistant", "content": text}]
