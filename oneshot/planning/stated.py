@@ -24,20 +24,20 @@ def with_steps(target: Target, shape: ModelShape, step: int) -> Target:
 
 
 def with_sizes(target: Target, grid: Grid) -> Target:
-    """Return the target with the sizes that its rates stand for, rounded to the nearest; rotary pairs stay whole."""
+    """Return the target with the sizes of its rates above 0, rounded to the nearest; rotary pairs stay whole."""
     shape = grid.shape
     sizes: dict[str, Any] = {}
     if target.hidden_rate:
-        sizes["hidden_size"] = max(1, round(shape.hidden_size * (1 - target.hidden_rate)))
+        sizes |= {"hidden_size": max(1, round(shape.hidden_size * (1 - target.hidden_rate))), "hidden_rate": None}
     if target.inner_rate:
         kept, pair = 1 - target.inner_rate, 2 if grid.family.stack.rotary else 1
-        sizes["intermediate_size"] = max(1, round(shape.intermediate_size * kept))
+        sizes |= {"intermediate_size": max(1, round(shape.intermediate_size * kept)), "inner_rate": None}
         inner = {
             "value_size": max(1, round(shape.head_dim * kept)),
             "query_key_size": max(1, round(shape.head_dim * kept / pair)) * pair,
         }
         sizes |= {name: size for name, size in inner.items() if size < shape.head_dim}  # the nearest may be the whole
-    return replace(target, **sizes, hidden_rate=None, inner_rate=None)
+    return replace(target, **sizes)
 
 
 def stated_plan(grid: Grid, method: Method, target: Target) -> Plan:

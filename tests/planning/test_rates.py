@@ -46,6 +46,17 @@ def test_the_preset_removes_a_plus_b_minus_ab(
             assert layer["num_attention_heads"] == 4
 
 
+@pytest.mark.parametrize("rates", [{"hidden_rate": 0.0}, {"inner_rate": 0.0}, {"hidden_rate": 0.0, "inner_rate": 0.0}])
+def test_rates_of_zero_remove_nothing(
+    rates: dict[str, float], make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+) -> None:
+    config = make_config(make_checkpoint(), **rates)
+    compress(config)
+    stored = [load_file(folder / "model.safetensors") for folder in (make_checkpoint(), Path(config.output))]
+    assert stored[0].keys() == stored[1].keys()
+    assert all(torch.equal(tensor, stored[1][name]) for name, tensor in stored[0].items())
+
+
 def test_filters_are_those_of_the_score_and_stay_as_they_are(
     make_checkpoint: MakeCheckpoint, make_config: MakeConfig
 ) -> None:
