@@ -32,6 +32,7 @@ KEPT_KEYS = (
     "problem_type",
     "tie_word_embeddings",
 )
+OUTPUT_FLAGS = ("output_attentions", "output_hidden_states")  # of what the input also returns without being asked
 
 
 class EncoderForm(RenamedLayers):
@@ -110,6 +111,7 @@ def encoder_config(config: dict[str, Any], shape: ModelShape, stack: StackShape,
     """Return the config.json of a per-layer encoder from the dense model's config and the new sizes."""
     complete = complete_config(config)
     kept = _of_others(config) | {name: complete[name] for name in KEPT_KEYS if complete.get(name) is not None}
+    kept |= {name: True for name in OUTPUT_FLAGS if config.get(name) is True}
     head = next(name for name in USES if (stated_class(config) or "Model").endswith(name))
     auto_map = {"AutoConfig": f"{MODELLING_FILE.stem}.OneshotEncoderConfig"}
     auto_map |= {USES[name].auto_class: f"{MODELLING_FILE.stem}.OneshotEncoder{name}" for name in {"Model", head}}

@@ -94,6 +94,21 @@ def test_without_cuts_every_class_keeps_its_outputs(family: str, name: str, tied
     assert ours.num_parameters() == dense.num_parameters()
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_what_a_config_asks_a_model_to_return_is_returned(attention: str, make: Any, tmp_path: Path) -> None:
+    """Attention weights come from eager attention alone, as of the stock class."""
+    _, run = make("bert", "BertModel")
+    edit_config(tmp_path / "dense", output_hidden_states=True, output_attentions=True)
+    models = run(sparsity=0.0), transformers.AutoModel.from_pretrained(tmp_path / "dense")
+    for model in models:
+        model.set_attn_implementation(attention)
+    with torch.inference_mode():
+        found, wanted = (model(TOKEN_IDS) for model in models)
+    assert (len(found.hidden_states), len(found.attentions)) == (4, 3 * (attention == "eager"))
+    for kind in ("hidden_states", "attentions"):
+        assert [one.shape for one in found[kind]] == [one.shape for one in wanted[kind]]
+
+
 @pytest.mark.parametrize("group_size", [0, 1, 2])
 @pytest.mark.parametrize(("family", "name"), CLASSES)
 def test_rotation_at_full_width_keeps_the_outputs(family: str, name: str, group_size: int, make: Any) -> None:
