@@ -234,7 +234,7 @@ class Config:
         profile: folder of a profile to plan from; None: the run makes one if it needs one.
         seed: seed of the text's order, of sketches and of random choices.
         save_dtype: dtype of the stored weights; `keep`: the input's; `q8_0`: blocks of 8 bits in a GGUF file.
-        max_file_bytes: maximum bytes per weight file.
+        max_file_bytes: maximum bytes of tensors per weight file, as transformers counts them.
         bits: mean bits of the weights of a GGUF file whose tensors have quantised types of their own, instead of the
             target's `gguf_bytes`; None: as that says.
         quantise: what the linears of layers are rounded to, in the format of compressed-tensors; None: nothing is.

@@ -74,7 +74,7 @@ class Layout:
 
 
 def lay_out(parts: Sequence[Tensors], folder: Path, max_file_bytes: int) -> Layout:
-    """Return the layout of files in `folder`, each of at most `max_file_bytes`, or of one larger tensor.
+    """Return the layout of files in `folder`, each with tensors of at most `max_file_bytes`, or one larger tensor.
 
     Within a file wider dtypes come first, so that every tensor begins at a multiple of its item size.
 
