@@ -59,8 +59,17 @@ def reason_against_stating(name: str, config: Mapping[str, Any]) -> str | None:
         silent.add("sliding_window")
     for entry in sorted((wanted.keys() & read.keys()) - silent):
         if read[entry] != wanted[entry]:
-            return f"{entry}: {wanted[entry]}"
+            return _stated_differently(entry, wanted[entry], read[entry])
     return None
+
+
+def _stated_differently(entry: str, wanted: Any, read: Any) -> str:
+    """Return an entry with its value, or of records the first part that differs; the type of positions comes first."""
+    if isinstance(wanted, dict) and isinstance(read, dict):
+        for name in sorted(wanted, key=lambda name: name != "rope_type"):
+            if name not in read or read[name] != wanted[name]:
+                return _stated_differently(f"{entry}.{name}", wanted[name], read.get(name))
+    return f"{entry}: {wanted}"
 
 
 @dataclass(frozen=True)

@@ -141,11 +141,19 @@ def test_layers_that_are_left_out_take_their_windows_along(
         ("gemma", {"tied": False}, "tie_word_embeddings: False"),
         ("gemma2", {"tied": False}, "tie_word_embeddings: False"),
         ("gemma2", {"layers": 2, "layer_types": ["full_attention"] * 2}, "no layer has a sliding window"),
-        ("gemma3", {"rope_parameters": {GLOBAL: LINEAR, LOCAL: LINEAR}}, "rope_parameters"),
+        (
+            "gemma3",
+            {"rope_parameters": {GLOBAL: LINEAR, LOCAL: LINEAR}},
+            r"\(rope_parameters.sliding_attention.rope_type: linear\)",
+        ),
         ("gemma3", {"rope_parameters": {GLOBAL: DYNAMIC, LOCAL: PLAIN}}, "the type dynamic"),
-        ("gemma", {"rope_parameters": LLAMA3_ROTARY}, "rope_parameters: .*llama3"),
-        ("gemma2", {"rope_parameters": LLAMA3_ROTARY}, "rope_parameters: .*llama3"),
-        ("gemma3", {"rope_parameters": {GLOBAL: LLAMA3_ROTARY, LOCAL: PLAIN}}, "rope_parameters: .*llama3"),
+        ("gemma", {"rope_parameters": LLAMA3_ROTARY}, r"\(rope_parameters.rope_type: llama3\)"),
+        ("gemma2", {"rope_parameters": LLAMA3_ROTARY}, r"\(rope_parameters.rope_type: llama3\)"),
+        (
+            "gemma3",
+            {"rope_parameters": {GLOBAL: LLAMA3_ROTARY, LOCAL: PLAIN}},
+            r"\(rope_parameters.full_attention.rope_type: llama3\)",
+        ),
     ],
     ids=(
         "scale",
