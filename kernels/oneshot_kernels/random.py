@@ -4,8 +4,8 @@ r"""Counter-based random integers: a pure function of (seed, stream, index), so 
     key(seed, stream)         = mix(mix(seed + g) + (stream + 1) g)
 
 `mix` is the finaliser of SplitMix64 (Steele, Lea, Flood 2014, doi:10.1145/2660193.2660195), for a fixed key this *is*
-the SplitMix64 sequence with a random start, which passes BigCrush. NumPy (`uint64`), torch (`int64` that wraps, any
-device) and Triton (`count_sketch/kernel.py`) give the same bits. Not for cryptography.
+the SplitMix64 sequence with a random start, which passes BigCrush. NumPy (`uint64`) and torch (`int64` that wraps, any
+device) give the same bits. Not for cryptography.
 """
 
 from __future__ import annotations

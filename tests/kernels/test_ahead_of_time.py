@@ -15,7 +15,7 @@ pytestmark = pytest.mark.long
 pytest.importorskip("triton", reason="triton is not installed: there is no compiler")
 
 TARGETS = ("sm80", "sm89", "sm90", "gfx942")
-KERNELS = {"diagonal_kernel", "pivot_kernel", "places_kernel", "segment_sum_kernel"}
+KERNELS = {"diagonal_kernel", "pivot_kernel", "segment_sum_kernel"}
 HERE = Path(__file__).parent
 
 

@@ -1,9 +1,8 @@
 """The sketch in Triton; README.md has its times on a GPU.
 
-Two kernels: one computes every row's places and signs from its index (the generator of `oneshot_kernels.random`, same
-bits), one sums each sketch row over its data rows in order. Between them torch sorts the places. No atomics: each
-output tile belongs to one program, so the order of the sums depends on the rows alone. Sketch rows without a data row
-are not touched.
+Torch computes every row's place and sign and sorts the places; one kernel sums each sketch row over its data rows in
+order. No atomics: each output tile belongs to one program, so the order of the sums depends on the rows alone. Sketch
+rows without a data row are not touched.
 """
 
 from __future__ import annotations
@@ -12,43 +11,10 @@ import torch
 import triton
 import triton.language as tl
 
-from oneshot_kernels.count_sketch.torch_impl import group_by_position
-from oneshot_kernels.random import GOLDEN, MULTIPLIER_1, MULTIPLIER_2, as_signed, stream_key
+from oneshot_kernels.count_sketch.torch_impl import group_by_position, positions_and_signs
 
-ROWS_PER_PROGRAM = 256
 COLUMNS_PER_PROGRAM = 128
 ROWS_PER_STEP = 16
-
-
-@triton.jit
-def _mix(word, multiplier_1, multiplier_2):  # type: ignore[no-untyped-def]
-    word = (word ^ (word >> 30)) * multiplier_1.to(tl.uint64)
-    word = (word ^ (word >> 27)) * multiplier_2.to(tl.uint64)
-    return word ^ (word >> 31)
-
-
-@triton.jit(do_not_specialize=["row_offset", "key", "golden", "multiplier_1", "multiplier_2", "width"])
-def places_kernel(  # type: ignore[no-untyped-def]
-    positions,
-    signs,
-    num_rows,
-    row_offset,
-    key,
-    golden,
-    multiplier_1,
-    multiplier_2,
-    start,
-    width,
-    block_rows: tl.constexpr,
-):
-    # word = mix(key + (index + 1) g);  position = start + floor(high32(word) * width / 2^32);  sign = 1 - 2 (word & 1)
-    row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
-    index = (row + row_offset + 1).to(tl.uint64)
-    word = _mix(key.to(tl.uint64) + index * golden.to(tl.uint64), multiplier_1, multiplier_2)
-    position = start + (((word >> 32) * width.to(tl.uint64)) >> 32).to(tl.int64)
-    inside = row < num_rows
-    tl.store(positions + row, position, mask=inside)
-    tl.store(signs + row, 1 - 2 * (word & 1).to(tl.int64), mask=inside)
 
 
 @triton.jit
@@ -74,22 +40,6 @@ def segment_sum_kernel(  # type: ignore[no-untyped-def]
         total += tl.sum(value[:, None] * data.to(out.dtype.element_ty), axis=0)
     target = out + place * stride_out + column
     tl.store(target, tl.load(target, mask=inside) + total, mask=inside)
-
-
-def positions_and_signs(
-    sketch_size: int, num_rows: int, row_offset: int, seed: int, nonzeros: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what `torch_impl.positions_and_signs` does: (int64[nonzeros, num_rows], int64[nonzeros, num_rows])."""
-    positions = torch.empty(nonzeros, num_rows, dtype=torch.int64, device=device)
-    signs = torch.empty_like(positions)
-    constants = [as_signed(word) for word in (GOLDEN, MULTIPLIER_1, MULTIPLIER_2)]
-    for block in range(nonzeros):
-        start, stop = block * sketch_size // nonzeros, (block + 1) * sketch_size // nonzeros
-        places_kernel[(triton.cdiv(num_rows, ROWS_PER_PROGRAM),)](
-            positions[block], signs[block], num_rows, row_offset, as_signed(stream_key(seed, block)), *constants,
-            start, stop - start, block_rows=ROWS_PER_PROGRAM,
-        )  # fmt: skip
-    return positions, signs
 
 
 def sketch_(out: torch.Tensor, rows: torch.Tensor, row_offset: int, seed: int, nonzeros: int) -> None:
