@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -23,19 +24,7 @@ from oneshot.settings import RECIPE_NAME, parse_setting, read_recipe, settings
 TEXT, MACHINE = TextOptions(), MachineOptions()
 CHECKPOINT_HELP = "a folder of safetensors or pytorch_model.bin, a .gguf file, or a hub name such as org/model"
 AUTO_DTYPE = "bfloat16 if this machine multiplies it clearly faster than float32, else float32"
-COMMAND_ONLY = (
-    "config",
-    "quiet",
-    "debug",
-    "dry_run",
-    "help_methods",
-    "set",
-    "tcsp",
-    "push_to_hub",
-    "verbose",
-    "no_check",
-    "prompt",
-)
+COMMAND_ONLY = ("config", "quiet", "debug", "dry_run", "set", "tcsp", "push_to_hub", "verbose", "no_check", "prompt")
 
 
 def add_checkpoint(parser: argparse.ArgumentParser) -> None:
@@ -266,7 +255,14 @@ def noted_warnings() -> Iterator[list[str]]:
 @contextmanager
 def each_warning_once() -> Iterator[None]:
     """Let the terminal show every warning once meanwhile, however many predictions warn of it."""
-    filters = {handler: _New() for handler in logging.getLogger().handlers}
+    shown: set[tuple[logging.Handler, str]] = set()
+
+    def is_new(handler: logging.Handler, record: logging.LogRecord) -> bool:
+        count = len(shown)
+        shown.add((handler, record.getMessage()))
+        return len(shown) > count
+
+    filters = {handler: partial(is_new, handler) for handler in logging.getLogger().handlers}
     for handler, only_new in filters.items():
         handler.addFilter(only_new)
     try:
@@ -274,20 +270,6 @@ def each_warning_once() -> Iterator[None]:
     finally:
         for handler, only_new in filters.items():
             handler.removeFilter(only_new)
-
-
-class _New(logging.Filter):
-    """A filter of a handler that passes every message once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._seen: set[str] = set()
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        message = record.getMessage()
-        is_new = message not in self._seen
-        self._seen.add(message)
-        return is_new
 
 
 def begin_work(arguments: argparse.Namespace) -> None:
