@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from oneshot.architecture.axes import Axes, shapes_of
 from oneshot.architecture.carried import Carried
@@ -11,6 +12,8 @@ from oneshot.architecture.sublayers import Attention, FeedForward, Norm, Sublaye
 from oneshot.architecture.token_inputs import TokenInputs
 
 LLAMA_NORM = Norm("model.norm")
+# fields with names in the whole model
+NAMES = ("layers", "embedding", "positions", "token_types", "project_in", "project_out", "embedding_norm", "final_norm")
 
 
 @dataclass(frozen=True)
@@ -223,23 +226,9 @@ class Stack:
     def moved(self, old: str, new: str) -> "Stack":
         """Return the same stack whose names begin with another prefix."""
 
-        def name(known: str) -> str:
-            return new + known.removeprefix(old) if known.startswith(old) else known
+        def moved(known: Any) -> Any:
+            if isinstance(known, Norm):
+                return replace(known, name=moved(known.name))
+            return new + known.removeprefix(old) if known is not None and known.startswith(old) else known
 
-        def named(known: str | None) -> str | None:
-            return None if known is None else name(known)
-
-        def norm(known: Norm | None) -> Norm | None:
-            return None if known is None else replace(known, name=name(known.name))
-
-        return replace(
-            self,
-            layers=name(self.layers),
-            embedding=name(self.embedding),
-            positions=named(self.positions),
-            token_types=named(self.token_types),
-            project_in=named(self.project_in),
-            project_out=named(self.project_out),
-            embedding_norm=norm(self.embedding_norm),
-            final_norm=norm(self.final_norm),
-        )
+        return replace(self, **{name: moved(getattr(self, name)) for name in NAMES})
