@@ -10,7 +10,7 @@ from oneshot.checkpoint.gguf_architectures import ARCHITECTURES
 from oneshot.checkpoint.gguf_config import HEAD_SIZES, TOKENS, config_of, size_names
 from oneshot.checkpoint.gguf_file import GgufTensor
 from oneshot.checkpoint.gguf_rotary import reason_against_rotary, rotary_metadata
-from oneshot.checkpoint.stock import complete_config, entries_of_all_classes
+from oneshot.checkpoint.stock import complete_config
 from oneshot.families import FAMILIES
 
 # entries of a config.json that change nothing that a model computes
@@ -42,6 +42,8 @@ def reason_against_stating(name: str, config: Mapping[str, Any]) -> str | None:
 
     What is stated is read again as any file is, so both tables are compared.
     """
+    from transformers import PretrainedConfig
+
     wanted, architecture = complete_config(dict(config)), ARCHITECTURES[name]
     if (reason := reason_against_rotary(architecture.rotary(wanted))) is not None:
         return f"rope_parameters: {reason}"
@@ -54,7 +56,7 @@ def reason_against_stating(name: str, config: Mapping[str, Any]) -> str | None:
     if not wanted["tie_word_embeddings"]:
         tensors["output.weight"] = tensors["token_embd.weight"]
     read = complete_config(config_of(_Stated({"general.architecture": name} | metadata, tensors)))
-    silent = {*SILENT, *entries_of_all_classes()}
+    silent = {*SILENT, *PretrainedConfig().to_dict()}  # and what the config of every class has
     if "sliding_attention" not in wanted.get("layer_types", ()):
         silent.add("sliding_window")
     for entry in sorted((wanted.keys() & read.keys()) - silent):
