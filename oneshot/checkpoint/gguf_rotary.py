@@ -13,17 +13,9 @@ import numpy as np
 FACTORS = "rope_freqs.weight"  # the table of factors
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"  # Phi-3's, for long texts
 ROTARY_KEYS = (  # all that a file may state below `rope.`
-    "freq_base",
-    "scale_linear",
-    "scaling.type",
-    "scaling.factor",
-    "scaling.original_context_length",
-    "scaling.finetuned",
-    "scaling.attn_factor",
-    "scaling.yarn_ext_factor",
-    "scaling.yarn_attn_factor",
-    "scaling.yarn_beta_fast",
-    "scaling.yarn_beta_slow",
+    *("freq_base", "scale_linear"),
+    *(f"scaling.{key}" for key in ("type", "factor", "original_context_length", "finetuned", "attn_factor")),
+    *(f"scaling.yarn_{key}" for key in ("ext_factor", "attn_factor", "beta_fast", "beta_slow")),
 )
 STATED = ("default", "linear", "llama3", "yarn")  # transformers' names of what a GGUF file can state
 # What llama.cpp computes with, so a config may state these and nothing else beside a type

@@ -25,15 +25,8 @@ from oneshot.families import COMPRESSED, COMPRESSED_MODEL_TYPE, LLAMA, NAS_MODEL
 
 # what configs of the per-layer form under Llama's names have of the input's config
 KEPT_KEYS = (
-    "attention_dropout",
-    "dtype",
-    "hidden_act",
-    "initializer_range",
-    "max_position_embeddings",
-    "pad_token_id",
-    "rms_norm_eps",
-    "rope_parameters",
-    "use_cache",
+    *("attention_dropout", "dtype", "hidden_act", "initializer_range", "max_position_embeddings"),
+    *("pad_token_id", "rms_norm_eps", "rope_parameters", "use_cache"),
 )
 # what a config may state of a model's use, which no class computes with
 USE_KEYS = ("id2label", "label2id", "prefix", "problem_type", "sep_token_id", "task_specific_params", "tokenizer_class")

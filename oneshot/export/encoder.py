@@ -21,16 +21,8 @@ MODELLING_FILE = Path(__file__).parent / "modeling_oneshot_encoder.py"
 DISTILBERT_DROPOUT = {"ForQuestionAnswering": "qa_dropout", "ForSequenceClassification": "seq_classif_dropout"}
 DISTILBERT_EPSILON = 1e-12  # in its code; its config does not state it
 KEPT_KEYS = (
-    "bos_token_id",
-    "dtype",
-    "eos_token_id",
-    "id2label",
-    "initializer_range",
-    "label2id",
-    "max_position_embeddings",
-    "pad_token_id",
-    "problem_type",
-    "tie_word_embeddings",
+    *("bos_token_id", "dtype", "eos_token_id", "id2label", "initializer_range"),
+    *("label2id", "max_position_embeddings", "pad_token_id", "problem_type", "tie_word_embeddings"),
 )
 OUTPUT_FLAGS = ("output_attentions", "output_hidden_states")  # of what the input also returns without being asked
 

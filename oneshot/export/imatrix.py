@@ -23,23 +23,16 @@ logger = logging.getLogger(__name__)
 
 # llama.cpp's architectures of families that it calls otherwise, as its `convert_hf_to_gguf.py` has them
 OTHER_NAMES = {
-    "mistral": "llama",
-    "mixtral": "llama",
-    "llava": "llama",
+    **dict.fromkeys(("mistral", "mixtral", "llava"), "llama"),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), "deepseek2"),
+    **dict.fromkeys(("distilbert", "roberta", "xlm-roberta", "camembert"), "bert"),
     "ministral3": "mistral3",
     "glm": "chatglm",
     "glm4v": "glm4",
     "gpt_bigcode": "starcoder",
     "olmo3": "olmo2",
     "granitemoehybrid": "granitehybrid",
-    "deepseek_v2": "deepseek2",
-    "deepseek_v3": "deepseek2",
-    "glm4_moe_lite": "deepseek2",
     "solar_open": "glm4moe",
-    "distilbert": "bert",
-    "roberta": "bert",
-    "xlm-roberta": "bert",
-    "camembert": "bert",
     "modernbert": "modern-bert",
     "qwen2_5_vl": "qwen2vl",
 }

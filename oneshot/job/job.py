@@ -56,14 +56,8 @@ from oneshot.schedule import Schedule, make_schedule
 from oneshot.tensors import Tensors
 
 logger = logging.getLogger(__name__)
-SHARED_STAGES = (
-    "reading",
-    "writing text",
-    TYPES,
-    "curvature",
-    "profile",
-    "ranks of the embedding",
-)  # of several results
+# of several results
+SHARED_STAGES = ("reading", "writing text", TYPES, "curvature", "profile", "ranks of the embedding")
 
 
 class Job:

@@ -12,16 +12,8 @@ import torch
 from oneshot.version import __version__
 
 PACKAGES = (
-    "torch",
-    "transformers",
-    "tokenizers",
-    "safetensors",
-    "datasets",
-    "scipy",
-    "numpy",
-    "gguf",
-    "triton",
-    "compressed-tensors",
+    *("torch", "transformers", "tokenizers", "safetensors", "datasets"),
+    *("scipy", "numpy", "gguf", "triton", "compressed-tensors"),
 )
 PROCESSORS = Path("/proc/cpuinfo")
 

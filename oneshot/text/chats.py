@@ -20,15 +20,7 @@ TEMPLATE_ARGUMENTS = "chat_template_kwargs"  # the column in which data sets kee
 LISTED = ("tools", "documents")
 SAID = (*LISTED, "add_generation_prompt", "continue_final_message")  # arguments that say what the text is
 TEMPLATE_NAMES = (
-    "messages",
-    "raise_exception",
-    "strftime_now",
-    "namespace",
-    "range",
-    "dict",
-    "lipsum",
-    "cycler",
-    "joiner",
+    *("messages", "raise_exception", "strftime_now", "namespace", "range", "dict", "lipsum", "cycler", "joiner"),
 )
 
 
