@@ -7,6 +7,7 @@ import torch
 
 from oneshot.architecture import StackShape
 from oneshot.checkpoint import Checkpoint
+from oneshot.config import EvaluationOptions
 from oneshot.errors import CalibrationError, ConfigError
 from oneshot.evaluation.comparison import Evaluation, TextRecord
 from oneshot.evaluation.examples import Examples, Reading, examples_record
@@ -16,17 +17,17 @@ from oneshot.export import stated_shape
 from oneshot.families import FAMILIES
 from oneshot.text import load_tokenizer
 
+EXAMPLES_TOGETHER = 8  # unless a batch size is given
+
 
 def evaluate_examples(
     names: Sequence[str],
     checkpoints: Sequence[Checkpoint],
     sources: Sequence[str],
     kind: Kind,
-    *,
+    asked: EvaluationOptions,
     with_baseline: bool,
-    longest: int,
-    limit: int | None,
-    batch_size: int,
+    *,
     device: torch.device,
     dtype: torch.dtype | str,
 ) -> list[Evaluation]:
@@ -36,7 +37,8 @@ def evaluate_examples(
 
     Args:
         names: labels of the checkpoints. sources: files or data sets with examples, as in `read_rows`.
-        longest: tokens of an example, if the models and their tokenizer can take so many. limit: examples of a source.
+        asked: its sequence length is an example's longest, if the models and their tokenizer can take so many, and its
+            windows are examples of a source.
 
     Raises `CheckpointError`, `CalibrationError` and `ConfigError`.
     """
@@ -48,14 +50,15 @@ def evaluate_examples(
         _refuse_other_order(names, checkpoints)
     tokenizer = load_tokenizer(checkpoints[0].folder)
     first = checkpoints[0]
-    reading = Reading(tokenizer, _longest(checkpoints, tokenizer, longest), limit, first.config, first.folder)
+    longest = _longest(checkpoints, tokenizer, asked.sequence_length)
+    reading = Reading(tokenizer, longest, asked.max_windows, first.config, first.folder)
     examples = {source: EXAMPLES[kind].read(source, reading) for source in sources}
     tokens = (token for read in examples.values() for token in read.known)
     refuse_other_tokenizers(names, checkpoints, tokenizer, tokens)
     records = {source: examples_record(read.count, read.tokens) for source, read in examples.items()}
     measures: dict[int, dict[str, dict[str, float]]] = {}
     dense: dict[str, Any] = dict.fromkeys(sources)
-    last = len(checkpoints) - 1
+    last, batch_size = len(checkpoints) - 1, asked.batch_size or EXAMPLES_TOGETHER
     for place in [last, *range(last)] if with_baseline else range(len(checkpoints)):
         predictions = _predictions(checkpoints[place], examples, kind, batch_size, device, dtype)
         beside = dict.fromkeys(sources) if place == last and with_baseline else dense

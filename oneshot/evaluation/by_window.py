@@ -10,6 +10,7 @@ import torch
 
 from oneshot.architecture import StackShape
 from oneshot.checkpoint import Checkpoint
+from oneshot.config import EvaluationOptions
 from oneshot.errors import CalibrationError, ConfigError
 from oneshot.evaluation.comparison import Evaluation, TextRecord, text_record
 from oneshot.evaluation.models import load_model, measure_latency, refuse_other_tokenizers, sizes_of
@@ -49,16 +50,9 @@ def evaluate_windows(
     names: Sequence[str],
     checkpoints: Sequence[Checkpoint],
     texts: Sequence[str],
-    *,
+    asked: EvaluationOptions,
     with_baseline: bool,
-    sequence_length: int,
-    max_windows: int | None,
-    prefill_tokens: int | None,
-    decode_tokens: int,
-    tasks: Sequence[str],
-    limit: int | None,
-    include_path: str | None,
-    batch_size: int,
+    *,
     device: torch.device,
     dtype: torch.dtype | str,
 ) -> list[Evaluation]:
@@ -68,15 +62,14 @@ def evaluate_windows(
     built-in text.
 
     Args:
-        names: what the checkpoints are called. decode_tokens: 0 leaves the latency out. prefill_tokens: None for
-            `PREFILL_TOKENS`, or as many as learned positions allow. batch_size: windows, or requests of tasks, in one
-            forward pass.
+        names: what the checkpoints are called.
 
     Raises `CheckpointError`, `CalibrationError` and `ConfigError`.
     """
-    manager = None
+    sequence_length, max_windows, decode_tokens = asked.sequence_length, asked.max_windows, asked.decode_tokens
+    tasks, manager, batch_size = asked.tasks, None, asked.batch_size or 1
     if tasks:  # a wrong name is refused before hours of scoring
-        manager = task_manager(tasks, include_path)
+        manager = task_manager(tasks, asked.include_path)
         load_documents(tasks, manager)
     sizes = [sizes_of(checkpoint) for checkpoint in checkpoints]
     shapes, positions = [shape for shape, _ in sizes], [most for _, most in sizes]
@@ -86,7 +79,7 @@ def evaluate_windows(
         sequence_length = min([sequence_length, *(most for most in positions if most > 0)])
     if texts:
         _refuse_beyond_positions(names, positions, sequence_length, f"--sequence-length {sequence_length}")
-    if prefill_tokens is None:
+    if (prefill_tokens := asked.prefill_tokens) is None:
         prefill_tokens = max(1, min([PREFILL_TOKENS, *(most - decode_tokens for most in positions if most > 0)]))
     if decode_tokens > 0:
         lengths = f"--prefill-tokens {prefill_tokens} with --decode-tokens {decode_tokens}"
@@ -119,8 +112,8 @@ def evaluate_windows(
             found = run_tasks(
                 checkpoint.folder,
                 tasks,
-                limit=limit,
-                include_path=include_path,
+                limit=asked.limit,
+                include_path=asked.include_path,
                 device=device,
                 dtype=dtype,
                 manager=manager,

@@ -18,8 +18,6 @@ from oneshot.machine.scratch import scratch_folder
 from oneshot.text import SELF, exists
 from oneshot.text.files import shown
 
-EXAMPLES_TOGETHER = 8  # unless a batch size is given
-
 
 def evaluate(
     checkpoints: Sequence[str],
@@ -57,7 +55,7 @@ def evaluate(
             )
     where = resolve_device(asked.device)
     compute = resolve_dtype(asked.dtype, where)
-    names = [*checkpoints, baseline] if baseline is not None else [*checkpoints]
+    has_baseline, names = baseline is not None, [*checkpoints, *([] if baseline is None else [baseline])]
     with scratch_folder() as scratch:
         located = [Checkpoint(open_folder(name, scratch, revision)) for name in checkpoints]
         if baseline is not None:
@@ -73,37 +71,11 @@ def evaluate(
                 writing, silent = (names[0], other) if kind == "causal" else (other, names[0])
                 raise ConfigError(f"{writing} writes text, but {silent} does not; give models of one kind.")
         if kind == "causal":
-            results = evaluate_windows(
-                names,
-                located,
-                texts,
-                with_baseline=baseline is not None,
-                sequence_length=asked.sequence_length,
-                max_windows=asked.max_windows,
-                prefill_tokens=asked.prefill_tokens,
-                decode_tokens=asked.decode_tokens,
-                tasks=asked.tasks,
-                limit=asked.limit,
-                include_path=asked.include_path,
-                batch_size=asked.batch_size or 1,
-                device=where,
-                dtype=compute,
-            )
+            results = evaluate_windows(names, located, texts, asked, has_baseline, device=where, dtype=compute)
             return [_with_file_bytes(result) for result in results]
         if asked.tasks:
             raise ConfigError(f"--tasks are for models that write text, not for {kind}; leave them out.")
-        return evaluate_examples(
-            names,
-            located,
-            texts,
-            kind,
-            with_baseline=baseline is not None,
-            longest=asked.sequence_length,
-            limit=asked.max_windows,
-            batch_size=asked.batch_size or EXAMPLES_TOGETHER,
-            device=where,
-            dtype=compute,
-        )
+        return evaluate_examples(names, located, texts, kind, asked, has_baseline, device=where, dtype=compute)
 
 
 def _with_file_bytes(result: Evaluation) -> Evaluation:
