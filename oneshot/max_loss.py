@@ -45,15 +45,11 @@ def compress_within(config: Config, check: Check, *, show_progress: Shown | Trac
         return report
 
 
-def _lost(report: Report) -> float | None:
-    """Return the nats that the check of a result found lost; None if it could not be made."""
-    return None if report.check is None else report.check.lost_nats
-
-
 def _corrected(config: Config, report: Report) -> Config | None:
     """Return the config of a second plan by what the first one's check has measured; None if there is no need."""
     assert config.target.max_loss is not None
-    lost, allowed = _lost(report), math.log1p(config.target.max_loss)
+    lost = None if report.check is None else report.check.lost_nats
+    allowed = math.log1p(config.target.max_loss)
     predicted = (report.predicted_divergence or {}).get("plan", 0.0)
     if (
         lost is None

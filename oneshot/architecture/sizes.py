@@ -37,7 +37,7 @@ def read_shape(family: Description, config: dict[str, Any], stored: Mapping[str,
         num_decoder_layers = _num_layers(family, config, stored, keys.num_decoder_layers, num_layers)
     if keys.num_buckets is not None:
         num_buckets = _size(family, config, keys.num_buckets, DEFAULT_BUCKETS)
-    tied = _is_tied(family, config, stored)
+    tied, position_rows = _is_tied(family, config, stored), (stored.get(stack.positions or "") or (0,))[0]
     return ModelShape(
         num_hidden_layers=num_layers + num_decoder_layers,
         hidden_size=hidden_size,
@@ -65,7 +65,7 @@ def read_shape(family: Description, config: dict[str, Any], stored: Mapping[str,
         table_width=0 if stack.project_in is None else _size(family, config, str(keys.table_width)),
         num_token_types=stored.get(stack.token_types or "", (0,))[0],
         further_parameters=_further_parameters(family, stored),
-        num_positions=_num_positions(family, stored),
+        num_positions=max(0, position_rows - stack.position_offset),
         unused_positions=stack.position_offset,
         num_decoder_layers=num_decoder_layers,
         num_buckets=num_buckets,
@@ -188,12 +188,6 @@ def _is_tied(family: Description, config: dict[str, Any], stored: Mapping[str, t
     if (stated_class(config) or "").endswith("ForMaskedLM"):
         return family.masked_head not in stored  # one of its own is kept as it is
     return family.head is not None and family.head not in stored
-
-
-def _num_positions(family: Description, stored: Mapping[str, tuple[int, ...]]) -> int:
-    """Return the positions that the stored table has, without those that no token takes; 0 without a table."""
-    rows = (stored.get(family.stack.positions or "") or (0,))[0]
-    return max(0, rows - family.stack.position_offset)
 
 
 def _further_parameters(family: Description, stored: Mapping[str, tuple[int, ...]]) -> int:

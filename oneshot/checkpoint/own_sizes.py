@@ -75,7 +75,10 @@ def as_stock(checkpoint: Checkpoint) -> Checkpoint:
     try:
         config, stated = _stated(checkpoint)
         family = find_family(config | complete_config(config))
-        _refuse_family(family)
+        if family.stack.experts is not None:
+            raise _UnsupportedError("it is a mixture of experts")
+        if family.stack.token_inputs is not None:
+            raise _UnsupportedError("its layers read an embedding of their tokens")
         return _with_largest(_multiplied(checkpoint, config, stated, family), family, stated)
     except _UnsupportedError as error:
         form = "nemotron-nas" if model_type == NAS_MODEL_TYPE else "per-layer"
@@ -190,14 +193,6 @@ def _refuse(stack: StackShape) -> None:
             raise _UnsupportedError("its layers have hidden sizes of their own")
         if not layer.carried and (layer.rotary_selected or {layer.query_key_size} | head_sizes != {layer.value_size}):
             raise _UnsupportedError("its heads have smaller sizes for queries and keys or for values")
-
-
-def _refuse_family(family: Description) -> None:
-    """Raise `_UnsupportedError` for a family whose layers read more than these sizes tell."""
-    if family.stack.experts is not None:
-        raise _UnsupportedError("it is a mixture of experts")
-    if family.stack.token_inputs is not None:
-        raise _UnsupportedError("its layers read an embedding of their tokens")
 
 
 def _multiplied(source: Checkpoint, config: dict[str, Any], stated: StackShape, family: Description) -> Checkpoint:

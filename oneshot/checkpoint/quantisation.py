@@ -89,14 +89,16 @@ class Quantisation:
         """Return the scales `(m, n / group)` or `(m, 1)` of a weight `(m, n)`, float64 of the values that are stored.
 
         Of scales for smaller and smaller extremes, each group takes the one with the least weighed squares of errors.
-        Integers of four bits are −8 to 7, so scales may be negative: the other extreme then has the eighth step.
+        Integers of four bits are −8 to 7, so scales may be negative: the other extreme then has the eighth step. With
+        more bits that step is too small to matter.
         `importance (n,)`: the weights of columns, the mean squares of the inputs; None for equal ones.
         """
         groups = weight.double().unflatten(1, (-1, self.group or weight.shape[1]))
         weights = 1.0 if importance is None else importance.double().view(groups.shape[1:])
         low, high = groups.aminmax(dim=-1)
         best = least = None
-        for share, sign in product(SHRUNK, self._signs):
+        is_int4 = self.scheme.weights.type == "int" and self.scheme.weights.num_bits == 4
+        for share, sign in product(SHRUNK, (1, -1) if is_int4 else (1,)):
             scales = sign * self._stored_scales(low * share, high * share)
             errors = (weights * (self.nearest(groups, scales.unsqueeze(-1)) - groups).square()).sum(-1)
             if best is None or least is None:
@@ -178,12 +180,6 @@ class Quantisation:
         """Return scales without values of a weight without values."""
         outputs, inputs = weight.shape
         return weight.new_empty(outputs, inputs // (self.group or inputs))
-
-    @property
-    def _signs(self) -> tuple[int, ...]:
-        """Return the signs of scales; with more bits the extra step is too small to matter."""
-        weights = self.scheme.weights
-        return (1, -1) if weights.type == "int" and weights.num_bits == 4 else (1,)
 
     @cached_property
     def _by_step(self) -> Any:

@@ -307,7 +307,9 @@ class ExpertsTask(SublayerTask):
         return [
             Evidence(
                 consumer=down[expert] if norms is None else norms.seen(down[expert]),
-                producer_energy=_row_energy(gate_up[expert]) if self.needs("producers") else None,
+                producer_energy=gate_up[expert].float().square().sum(1).unflatten(0, (2, -1)).sum(0)
+                if self.needs("producers")
+                else None,
                 gram=None
                 if statistics is None
                 else _shrunk(statistics.of(expert).gram, dampings[expert] - self.method.expert_damping),
@@ -336,11 +338,6 @@ class ExpertsTask(SublayerTask):
                 "corrections are weak; give more --num-sequences.",
                 *(self.number, len(rare), len(tokens), named_experts(rare), self.dense_units),
             )
-
-
-def _row_energy(gate_up: torch.Tensor) -> torch.Tensor:
-    """Return the squared norms `(m,)` of the rows of gate and up that make each neuron, float32."""
-    return gate_up.float().square().sum(1).unflatten(0, (2, -1)).sum(0)
 
 
 def _shrunk(gram: torch.Tensor, by: float) -> torch.Tensor:

@@ -194,6 +194,8 @@ def describe_work(
     layers = {*model.kinds, model.shape.num_hidden_layers - 1}  # the last is a decoder's, where layers differ
     if model.shape.own_sizes:
         layers = set(range(model.shape.num_hidden_layers))
+    stated = complete_text_config(model.family, model.checkpoint.config)
+    windows = stated.get("sliding_window"), stated.get("local_attention")
     of_layers = [
         [size for name, size in sizes.items() if name.startswith(model.family.layer_prefix(layer))] for layer in layers
     ]
@@ -215,16 +217,10 @@ def describe_work(
         device_bytes=device_capacity(machine.device, config.machine.max_device_memory_bytes),
         measures_latency=config.target.budget == "latency",
         holds_scores=whole,
-        has_masks=whole or _has_windows(model, config.text.sequence_length),
+        has_masks=whole or any(0 < (window or 0) < config.text.sequence_length for window in windows),
         beside_bytes=model.checkpoint.beside_bytes,
         quantises=config.quantise is not None,
     )
-
-
-def _has_windows(model: Model, length: int) -> bool:
-    """Return whether layers attend to fewer tokens than a sequence has."""
-    stated = complete_text_config(model.family, model.checkpoint.config)
-    return any(0 < (stated.get(name) or 0) < length for name in ("sliding_window", "local_attention"))
 
 
 def tensor_bytes(checkpoint: Checkpoint) -> dict[str, int]:

@@ -326,25 +326,20 @@ class Job:
         assert checkpoint.log is not None, "the main process of a run has one"
         return seal(dict(sorted(checkpoint.log.hashes.items())))
 
-    @property
-    def _journal_bytes(self) -> tuple[int, int]:
-        """Return the bytes of the weights that the journal will hold, and of those beside them."""
-        parameters, is_final = self.run.grid.stack(self.plan).stored_parameters(), not self.schedule.plans_by_profile
-        return file_bytes(self.run, self.config, parameters, self.plan, is_final=is_final)
-
     @contextmanager
     def journal(self) -> Iterator[Journal]:
         """Open the journal, and save what the run has before any layer: text that the model wrote, and latencies."""
         config, run, workers = self.config, self.run, self.run.machine.workers
         refuse_output(self.output, overwrite=config.overwrite, resume=config.resume and not self.output.exists())
         workers.wait()  # barrier: finish checks before writing
+        parameters, is_final = run.grid.stack(self.plan).stored_parameters(), not self.schedule.plans_by_profile
         with Journal(
             self.output,
             fingerprint=self.fingerprint,
             workers=workers,
             overwrite=config.overwrite,
             resume=config.resume,
-            expected_bytes=sum(self._journal_bytes),
+            expected_bytes=sum(file_bytes(run, config, parameters, self.plan, is_final=is_final)),
             log=run.model.checkpoint.log,
             background=run.machine.device.type == "cuda",
         ) as journal:

@@ -69,7 +69,7 @@ def with_own_sizes(problem: Problem, plan: Plan, filled: frozenset[int] = frozen
     halves, left = [*sublayers.values()], budget.target - total
     # 2. One option of each, at every price of every table; one that stays needs no places of tokens
     items = [[*halves, *chain(*tables.values())] for tables in several]
-    solved = [_chosen(one, left) for one in items]
+    solved = [least_damage([item.damages for item in one], [item.costs for item in one], left) for one in items]
     found = [(tables, chosen) for tables, chosen in zip(several, solved, strict=True) if chosen is not None]
     if not found:
         raise OutOfReachError(budget, total + min(sum(float(item.costs.min()) for item in one) for one in items))
@@ -111,11 +111,6 @@ def _ranges(tables: Tables, chosen: Sequence[int]) -> dict[Table, tuple[TableSha
 def _damage(items: Sequence[Item], chosen: Sequence[int]) -> float:
     """Return the sum of what the chosen options lose."""
     return sum(float(item.damages[option]) for item, option in zip(items, chosen, strict=False))
-
-
-def _chosen(items: Sequence[Item], budget: float) -> list[int] | None:
-    """Return one option of each item with the least damage within a budget; None if there is none."""
-    return least_damage([item.damages for item in items], [item.costs for item in items], budget)
 
 
 def _sublayer_items(problem: Problem, plan: Plan, filled: frozenset[int]) -> dict[tuple[int, Half], Item]:

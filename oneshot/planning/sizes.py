@@ -51,7 +51,8 @@ def make_plan(
         advice = _within_reach(problem, error.least)
         raise OutOfReachError(error.budget, error.least, advice) if advice else error from None
     except MisfitError as error:
-        unit = _heads_that_fit(problem)
+        units = () if grid.reason_against_heads() is not None else get_args(RemovedUnit)
+        unit = next((unit for unit in units if _with_heads(problem, unit)), None)
         further = f", or allow --set heads=id --set head_unit={unit}" if unit else ""
         raise MisfitError(f"{str(error)[:-1]}{further}.") from None
 
@@ -237,12 +238,6 @@ def _within_reach(problem: Problem, least: float) -> str:
     if grid.kept != NOTHING and _plan_of(replace(problem, grid=replace(grid, kept=NOTHING))):
         found.append("leave out --keep")
     return ", or ".join(found)
-
-
-def _heads_that_fit(problem: Problem) -> str | None:
-    """Return the unit in which heads must shrink so that the result can be served; None if none helps."""
-    units = () if problem.grid.reason_against_heads() is not None else get_args(RemovedUnit)
-    return next((unit for unit in units if _with_heads(problem, unit)), None)
 
 
 def _with_heads(problem: Problem, head_unit: HeadUnit) -> Plan | None:

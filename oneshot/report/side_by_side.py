@@ -51,9 +51,7 @@ class Comparison:
         is_pair = len(self.models) == 2
         lines = [["", *self.models, *["ratio"] * is_pair]]
         for name, cells in self.rows.items():
-            lines.append(
-                [name, *map(_shown, cells), *[_ratio(*cells)] * is_pair] if is_pair else [name, *map(_shown, cells)]
-            )
+            lines.append([name, *map(_shown, cells), *([_ratio(*cells)] if is_pair else [])])
         return lines
 
     def repeats(self, other: "Comparison") -> bool:

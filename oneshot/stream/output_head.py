@@ -92,7 +92,7 @@ class OutputHead:
         of_rows, of_tokens = signs[:length].unsqueeze(1), signs[length:].unfold(0, len(self.weight), 1)
         for panel in self._panels():
             logits, rows = self._logits(states, panel), self.weight[panel].float()
-            slopes = None if self.cap is None else self._slopes(logits, self.cap)
+            slopes = None if self.cap is None else 1 - (logits / self.cap).square()  # derivatives of bounded logits
             total.add_(logits, partial(_weighted_rows, rows=rows, factors=slopes), of_tokens[:, panel])
         behind = of_rows * (total.rooted - total.sum_of_roots * total.expected)
         with torch.enable_grad():
@@ -121,11 +121,6 @@ class OutputHead:
         if self.bias is not None:
             logits += self.bias[panel].float()
         return logits if self.cap is None else logits.div_(self.cap).tanh_().mul_(self.cap)
-
-    @staticmethod
-    def _slopes(logits: torch.Tensor, cap: float) -> torch.Tensor:
-        """Return the derivatives of bounded logits by those before the bound."""
-        return 1 - (logits / cap).square()
 
     def _log_normaliser(self, states: torch.Tensor) -> torch.Tensor:
         panels = [self._logits(states, panel).logsumexp(-1) for panel in self._panels()]

@@ -55,7 +55,8 @@ def check_source(source: str, *, reads_pairs: bool = True) -> None:
     if source not in SHORT_NAMES and is_file_name(source):
         path, columns = file_of(source)
         check_file(path, TOKENS_ENDING)
-        _check_columns(path, columns)
+        if columns and ending_of(path.name) in TEXTS:
+            raise CalibrationError(f"{path} holds no columns; leave out :{','.join(columns)}.")
     elif source not in SHORT_NAMES:
         columns = _columns(_parse_hub_source(source)[3])
     else:
@@ -174,12 +175,6 @@ def _builtin_documents(seed: int | None) -> list[str]:
 
 def _fixed_columns(source: str, named: str) -> str:
     return f"{source} names columns, but examples have fixed ones; leave out :{named}."
-
-
-def _check_columns(path: Path, columns: Sequence[str]) -> None:
-    """Raise `CalibrationError` if columns are named of a file that has none."""
-    if columns and ending_of(path.name) in TEXTS:
-        raise CalibrationError(f"{path} holds no columns; leave out :{','.join(columns)}.")
 
 
 def _file_documents(source: str, seed: int | None, second: str, render: ChatRenderer | None) -> Iterable[Pair]:
