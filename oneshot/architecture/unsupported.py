@@ -29,10 +29,7 @@ Feature = Literal[
 ]
 
 # features of which only families with Llama's layers are known to have them
-UNLIKE_LLAMA: Mapping[Feature, str] = {
-    "ffn biases": NO_FFN_BIASES,
-    "hidden size": NO_HIDDEN_SIZE,
-}
+UNLIKE_LLAMA: Mapping[Feature, str] = {"ffn biases": NO_FFN_BIASES, "hidden size": NO_HIDDEN_SIZE}
 # features that only layers with one FFN have
 OF_DENSE_LAYERS: Mapping[Feature, str] = {
     "up_proj": "--up-steps is not supported for the experts of {}; leave it out.",
@@ -45,7 +42,7 @@ OF_DENSE_LAYERS: Mapping[Feature, str] = {
 }
 # features that a norm between a mixer and the sum with the stream makes impossible
 NORMS_INSIDE: Mapping[Feature, str] = {
-    "up_proj": "--up-steps is not possible for {}, which norms what its FFN writes; leave it out.",
+    "up_proj": "--up-steps is not possible for {}, which norms what its FFN writes; leave it out."
 }
 # features that attention with a latent of keys and values cannot have
 OF_HEADS: Mapping[Feature, str] = {
@@ -65,7 +62,7 @@ FIRST_DIFFERS: Mapping[Feature, str] = {
 }
 # features that may make another layer the last one
 LAST_DIFFERS: Mapping[Feature, str] = {
-    "depth": "--set depth= is not supported for {}, whose last layer is of its own kind; leave it out.",
+    "depth": "--set depth= is not supported for {}, whose last layer is of its own kind; leave it out."
 }
 # features that would pass layers which also read their tokens, or keys and values of earlier layers
 TOKEN_INPUTS: Mapping[Feature, str] = {
@@ -76,7 +73,7 @@ TOKEN_INPUTS: Mapping[Feature, str] = {
 }
 # features that take sublayers one after the other
 PARALLEL: Mapping[Feature, str] = {
-    "up_proj": "--up-steps is not possible for {}, whose FFN is beside its attention; leave it out.",
+    "up_proj": "--up-steps is not possible for {}, whose FFN is beside its attention; leave it out."
 }
 
 

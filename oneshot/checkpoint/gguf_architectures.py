@@ -162,11 +162,7 @@ ARCHITECTURES = {
     "qwen2": Architecture("qwen2", SILU),
     "qwen3": Architecture("qwen3", SILU, ATTENTION_BIAS),
     "gemma": Architecture(
-        "gemma",
-        {"hidden_act": "gelu_pytorch_tanh"},
-        written=lambda config: {},
-        norm_offset=1.0,
-        tied=True,
+        "gemma", {"hidden_act": "gelu_pytorch_tanh"}, written=lambda config: {}, norm_offset=1.0, tied=True
     ),
     "gemma2": Architecture(
         "gemma2",

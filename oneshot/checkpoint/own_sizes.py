@@ -200,10 +200,7 @@ def _multiplied(source: Checkpoint, config: dict[str, Any], stated: StackShape, 
     stored = {name for name in source.shapes if not name.endswith("inv_freq")}
     if any(name.startswith(FURTHER_PREFIX) for name in stored):
         raise _UnsupportedError("it has layers that predict tokens after the next one")
-    names, parts_of = (
-        {name: name for name in stored},
-        {**_linears(source, stated, family), **_tables(stated, family)},
-    )
+    names, parts_of = ({name: name for name in stored}, {**_linears(source, stated, family), **_tables(stated, family)})
     parts, places = [part for of_one in parts_of.values() for part in of_one], _places(stated, family)
     files = {file for part in parts for file in part.names} | set(places.values())
     if missing := sorted(files - stored):

@@ -8,15 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from oneshot.checkpoint.work_folder import WorkFolder
 from oneshot.errors import OutputError
-from oneshot.machine.durable import (
-    UNFINISHED,
-    as_stored,
-    checksum,
-    make_durable,
-    read_intact,
-    seal,
-    write_sealed,
-)
+from oneshot.machine.durable import UNFINISHED, as_stored, checksum, make_durable, read_intact, seal, write_sealed
 from oneshot.tensors import Tensors
 
 logger = logging.getLogger(__name__)

@@ -190,11 +190,7 @@ def _apart(statistics: Statistics) -> tuple[Statistics, Statistics]:
 
 
 def with_error(
-    factors: Factors,
-    weight: torch.Tensor,
-    statistics: Statistics | None,
-    *,
-    workers: Workers = ALONE,
+    factors: Factors, weight: torch.Tensor, statistics: Statistics | None, *, workers: Workers = ALONE
 ) -> Factors:
     """Return factors with the error that statistics predict, if there are any.
 

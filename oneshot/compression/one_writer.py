@@ -9,14 +9,7 @@ import torch
 
 from oneshot.architecture import Attention
 from oneshot.compression.branch_norm import BranchNorm, seen_writer, unseen
-from oneshot.compression.correction import (
-    Factors,
-    best_damping,
-    best_shrinkage,
-    correct,
-    predicted_error,
-    with_error,
-)
+from oneshot.compression.correction import Factors, best_damping, best_shrinkage, correct, predicted_error, with_error
 from oneshot.compression.fold import augmented_weight, fold_sublayer
 from oneshot.compression.inner_heads import value_subspaces
 from oneshot.compression.ranks import RankAccumulator, with_ranks

@@ -169,12 +169,7 @@ def weighted_rows(x: torch.Tensor, *, centred: bool, weighting: str) -> torch.Te
     return rows
 
 
-def _decompose(
-    folder: Path,
-    group_of: tuple[int, ...],
-    shared_weight: float,
-    machine: Machine,
-) -> Subspaces:
+def _decompose(folder: Path, group_of: tuple[int, ...], shared_weight: float, machine: Machine) -> Subspaces:
     """Return the directions of every group from the Grams on disk, and every position's energies along them."""
     device, workers = machine.device, machine.workers
 

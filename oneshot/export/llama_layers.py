@@ -46,11 +46,7 @@ class LlamaLayers(RenamedLayers):
         grid = self.grid(model)
         head = grid.stack(plan).head
         return folded_outside(
-            model,
-            NAMES,
-            subspaces,
-            keep_tied=head != "own",
-            centred=grid.folds_layer_norms and head == "own",
+            model, NAMES, subspaces, keep_tied=head != "own", centred=grid.folds_layer_norms and head == "own"
         )
 
 

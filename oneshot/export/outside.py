@@ -86,12 +86,7 @@ def as_in_input(model: Model, tensors: Tensors) -> Tensors:
 
 
 def folded_outside(
-    model: Model,
-    names: OutsideNames,
-    subspaces: StreamSubspaces | None,
-    *,
-    keep_tied: bool,
-    centred: bool,
+    model: Model, names: OutsideNames, subspaces: StreamSubspaces | None, *, keep_tied: bool, centred: bool
 ) -> list[Part]:
     """Return readers of the embeddings and of the head, folded into subspaces.
 

@@ -88,7 +88,7 @@ GRANITE_MOE = Description(
                 "block_sparse_moe.experts.down_proj": "block_sparse_moe.output_linear.weight",
                 "block_sparse_moe.router.": "block_sparse_moe.router.layer.",
             },
-        ),
+        )
     ),
     variant=granite_factors,
     sizes=SIZES,

@@ -107,11 +107,7 @@ def _writing(work: Work) -> list[Stage]:
     model = loaded if is_mapped else copied
     return [
         Stage("loading the model to write text (--calibration self)", (loaded, copied), has_states=False),
-        Stage(
-            "letting the model write the text (--calibration self)",
-            (model, computed(written)),
-            has_states=False,
-        ),
+        Stage("letting the model write the text (--calibration self)", (model, computed(written)), has_states=False),
     ]
 
 

@@ -95,10 +95,7 @@ def with_own_sizes(problem: Problem, plan: Plan, filled: frozenset[int] = frozen
         return with_own_sizes(problem, plan, filled.union(gone[-lacking:]))
     ranges = _ranges(tables, chosen[len(halves) :])
     return replace(
-        plan,
-        layers=tuple(layers),
-        embedding=ranges.get("embedding", ()),
-        output_head=ranges.get("output_head", ()),
+        plan, layers=tuple(layers), embedding=ranges.get("embedding", ()), output_head=ranges.get("output_head", ())
     )
 
 

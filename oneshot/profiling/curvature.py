@@ -36,12 +36,7 @@ LARGEST_GRADIENT = 10.0  # of a token, in units of the mean norm of its sequence
 
 
 def measure_curvature(
-    model: Model,
-    text: Text,
-    machine: Machine,
-    *,
-    seed: int,
-    advance: Callable[[float], None] = lambda tokens: None,
+    model: Model, text: Text, machine: Machine, *, seed: int, advance: Callable[[float], None] = lambda tokens: None
 ) -> Curvature:
     """Return the output curvature of every layer, on the first `curvature_tokens` of the text.
 

@@ -263,12 +263,7 @@ class LayerProfile:
         return errors[len(bias) :: len(columns) // len(groups)]
 
     def _correct(
-        self,
-        weight: torch.Tensor,
-        columns: torch.Tensor,
-        statistics: Statistics,
-        has_bias: bool,
-        judged: bool = True,
+        self, weight: torch.Tensor, columns: torch.Tensor, statistics: Statistics, has_bias: bool, judged: bool = True
     ) -> Factors:
         if has_bias:
             columns = torch.cat((columns, columns.new_tensor([weight.shape[1] - 1])))

@@ -16,12 +16,7 @@ from oneshot.compression import Curvature
 from oneshot.config import Config, Target
 from oneshot.errors import PlanError
 from oneshot.export import coordinates
-from oneshot.export.quantised import (
-    quantisation_of,
-    refuse_quantised_form,
-    refuse_quantising,
-    refuse_quantising_kept,
-)
+from oneshot.export.quantised import quantisation_of, refuse_quantised_form, refuse_quantising, refuse_quantising_kept
 from oneshot.export.served import reason_against_ranks
 from oneshot.machine import DtypeChoice, Machine, join_workers, resolve_device
 from oneshot.machine.memory import release_heap, reset_peak
@@ -253,10 +248,7 @@ class Run:
                 self.check_profile()
                 self._profile = load_profile(Path(self.config.profile).expanduser())
                 refuse_other_text(
-                    self._profile,
-                    self.config.profile,
-                    token_hash=self.text.token_hash,
-                    log=self.model.checkpoint.log,
+                    self._profile, self.config.profile, token_hash=self.text.token_hash, log=self.model.checkpoint.log
                 )
         return self._profile
 

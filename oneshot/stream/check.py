@@ -134,10 +134,7 @@ def _of_tokens(model: Model, stock: Any, numbers: Sequence[int]) -> Tensors:
     rows = torch.cat([checkpoint.read_some(table, ids, part) for part in columns], 1)
     projected = torch.cat(list(checkpoint.read_panels(projection, columns)))
     further = len(stock.get_parameter(projection)) - len(projected)
-    return {
-        table: functional.pad(rows, (0, further)),
-        projection: functional.pad(projected, (0, 0, 0, further)),
-    }
+    return {table: functional.pad(rows, (0, further)), projection: functional.pad(projected, (0, 0, 0, further))}
 
 
 class _Watch:

@@ -146,10 +146,7 @@ class _RunningSoftmax:
         self._roots, self._rooted = torch.zeros_like(self._sum), torch.zeros(1, 1, device=device)
 
     def add_(
-        self,
-        logits: torch.Tensor,
-        weigh: Callable[[torch.Tensor], torch.Tensor],
-        signs: torch.Tensor | None = None,
+        self, logits: torch.Tensor, weigh: Callable[[torch.Tensor], torch.Tensor], signs: torch.Tensor | None = None
     ) -> None:
         """Add a panel, whose logits are overwritten.
 
