@@ -73,8 +73,9 @@ BERT = Description(
 )
 DISTILBERT = Description(
     "distilbert",
-    Stack(
-        (
+    replace(
+        STACK,
+        sublayers=(
             Sublayer(
                 Attention(
                     module="attention",
@@ -92,12 +93,7 @@ DISTILBERT = Description(
             ),
         ),
         layers="transformer.layer",
-        embedding="embeddings.word_embeddings.weight",
-        positions="embeddings.position_embeddings.weight",
-        embedding_norm=Norm("embeddings.LayerNorm", "layer"),
-        final_norm=None,
-        rotary=False,
-        causal=False,
+        token_types=None,
     ),
     set_width,
     head=None,
