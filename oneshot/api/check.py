@@ -102,9 +102,7 @@ def _measured(config: Config, report: Report, output: Path, asked: str | None, s
         return Check(skipped=reason)
     gguf = open_gguf(config.checkpoint)  # read as it is: converting it again takes a disk, and pages of float32
     folder = output if gguf is not None else locate_checkpoint(config.checkpoint, Path(), config.revision)
-    if (
-        kind_of(Checkpoint(folder).config) != "causal"
-    ):  # its class leaves out a head that is stored, the result's does not
+    if kind_of(Checkpoint(folder).config) != "causal":  # its class may leave out a head that the result has
         return Check(
             skipped="The check compares models that write text, and the original's config states no such class."
         )

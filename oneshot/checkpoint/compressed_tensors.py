@@ -125,10 +125,8 @@ def _schemes(stated: Mapping[str, Any]) -> Any:
 def _shape(module: str, weights: Any, kind: str, stored: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
     """Return the shape of a weight. Raises `CheckpointError` for parts that are missing or do not fit each other."""
     own, scale = stored.get(PACKED, stored.get("weight")), stored[SCALE]
-    is_packed, strategy = (
-        kind in ("pack-quantized", NVFP4, MXFP4),
-        str(getattr(weights.strategy, "value", weights.strategy)),
-    )
+    is_packed = kind in ("pack-quantized", NVFP4, MXFP4)
+    strategy = str(getattr(weights.strategy, "value", weights.strategy))
     if own is None or len(own) != 2 or is_packed != (PACKED in stored):
         raise CheckpointError(f"{module} has no matrix of weights that fits {kind}; give a complete checkpoint.")
     rows, columns = own

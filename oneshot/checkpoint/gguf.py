@@ -65,11 +65,8 @@ class GgufCheckpoint(Checkpoint):
         family = FAMILIES[self._architecture.model_type]
         self._transposed = tuple(f"{linear}.weight" for linear in family.stack.transposed)
         self._num_layers = self.config[family.sizes.num_hidden_layers]
-        self.file_bytes, self.header_bytes, self.kind = (
-            self._file.num_bytes,
-            self._file.header_bytes,
-            self._file.main_kind,
-        )
+        self.file_bytes, self.header_bytes = self._file.num_bytes, self._file.header_bytes
+        self.kind = self._file.main_kind
         self._file_names, self._stored_names = self._names(), {}
         shapes = {name: self._file.tensors[stored].shape for name, stored in self._file_names.items()}
         self.shapes = {name: self._turned(name, shape) for name, shape in shapes.items()}

@@ -52,9 +52,8 @@ def stages_outside_layers(work: Work) -> list[Stage]:
         for source in work.source_tokens:
             listed += _writing(work) if source == SELF else [_reading(source)]
         embedded = 3 * work.batch_tokens * work.shape.hidden_size * work.dtype.itemsize
-        reduced = Term(
-            2 * work.outside_bytes if work.schedule.may_rank_tables else 0
-        )  # its tables and maps, and their product
+        # its tables and maps, and their product
+        reduced = Term(2 * work.outside_bytes if work.schedule.may_rank_tables else 0)
         stage = (*terms.read(work.outside_bytes), reduced, computed(embedded, BATCH))
         listed.append(Stage("the embedding", stage))
     if work.measures_latency:

@@ -104,9 +104,7 @@ class Job:
             logger.warning("%s", error)  # what a run would take is known all the same
         # 2. its sizes, without a profile
         wanted = config.target if target is None else with_steps(run.grouped(target), run.model.shape, step)
-        if (
-            wanted.max_loss is not None or wanted.finds_share
-        ):  # the smallest share stands for the one that a profile will find
+        if wanted.max_loss is not None or wanted.finds_share:  # the smallest share stands for what a profile will find
             wanted = with_share(wanted, LEAST_SHARE)
         self.budget = budget_of(run, wanted)
         self.plan = run.machine.workers.share(0, lambda: make_plan(run.grid, run.method, wanted, budget=self.budget))

@@ -147,10 +147,8 @@ def _report(job: Job, layers: Sequence[LayerReport], compressed: int, weights_ha
     original = original_parameters(run.model.checkpoint.folder)
     stored |= {} if original is None else {"original": original}
     stacks = {"dense": run.dense, "compressed": run.grid.stack(plan)}
-    # None if bytes are asked for
-    asked = (
-        config.target.sparsity if config.target.parameters is None else 1 - config.target.parameters / stored["dense"]
-    )
+    target = config.target
+    asked = target.sparsity if target.parameters is None else 1 - target.parameters / stored["dense"]  # None of bytes
     return Report(
         config=config.to_dict(),
         method=asdict(run.method),

@@ -236,9 +236,8 @@ def _reached(
     sums = parts.cumsum(-1)[:rows].contiguous()
     total = sums[:, -1:]
     level = torch.minimum(level_of(total), total.nextafter(torch.zeros_like(total)))
-    column = torch.searchsorted(sums, level, right=True).clamp_max(
-        sums.shape[1] - 1
-    )  # also of sums that are not finite
+    # bounded, because sums may not be finite
+    column = torch.searchsorted(sums, level, right=True).clamp_max(sums.shape[1] - 1)
     before = torch.where(column > 0, sums.gather(1, (column - 1).clamp_min(0)), 0.0)
     return column, level - before
 
