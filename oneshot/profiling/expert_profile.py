@@ -131,7 +131,7 @@ class NarrowerExperts:
     def add_(self, statistics: ExpertStatistics) -> None:
         """Add the next group of experts, and with the last of all the shared expert, in all processes."""
         if not len(self.errors):
-            add_missed_(self._missed, self._task, self._tensors, statistics, self._workers, self._loads)
+            self._add_missed_(statistics)
             self.tokens = statistics.num_rows.double()
             if statistics.group.stop < len(statistics.num_rows):
                 return
@@ -143,31 +143,21 @@ class NarrowerExperts:
             self._task, self._tensors, statistics, self._workers, self._loads
         )
 
+    def _add_missed_(self, statistics: ExpertStatistics) -> None:
+        """Add the squared error of a group of experts with their k best neurons, for every k."""
+        task, shared = self._task, statistics.shared
+        blocks = task.blocks(statistics.group, self._workers.size)
+        jobs = [partial(_missed_by_experts, task, self._tensors, statistics, block) for block in blocks]
+        if shared is not None:
+            jobs.append(partial(_missed_by_shared, task, self._tensors, statistics))
+        costs = task.block_costs(blocks, with_shared=shared is not None)
+        for curves in self._workers.share_all(jobs, costs, self._loads):
+            for curve in curves:  # in the order of one process
+                self._missed += curve
+
     def narrowed(self) -> tuple[Tensors, float]:
         """Return the layer with the neurons of the probe in every expert, corrected, and its relative squared error."""
         return join(self._task, self._tensors, [self._narrowed[first] for first in sorted(self._narrowed)])
-
-
-def add_missed_(
-    total: torch.Tensor,
-    task: ExpertsTask,
-    tensors: Tensors,
-    statistics: ExpertStatistics,
-    workers: Workers = ALONE,
-    loads: Loads | None = None,
-) -> None:
-    """Add to `total (m + 1,)` the squared error of a group of experts with their k best neurons, for every k.
-
-    `workers`, `loads`: as in `Workers.share_all`.
-    """
-    blocks, shared = task.blocks(statistics.group, workers.size), statistics.shared
-    jobs = [partial(_missed_by_experts, task, tensors, statistics, block) for block in blocks]
-    if shared is not None:
-        jobs.append(partial(_missed_by_shared, task, tensors, statistics))
-    costs = task.block_costs(blocks, with_shared=shared is not None)
-    for curves in workers.share_all(jobs, costs, loads):
-        for curve in curves:  # in the order of one process
-            total += curve
 
 
 def _missed_by_experts(
@@ -215,11 +205,8 @@ def narrow(
 def _narrowed_experts(
     task: ExpertsTask, tensors: Tensors, statistics: ExpertStatistics, block: range
 ) -> tuple[ExpertFactors, list[Energies]]:
-    factors, device, seen = (
-        task.solve_experts(tensors, statistics, torch.Generator(), block),
-        task.machine.device,
-        _seen(task),
-    )
+    factors, seen = task.solve_experts(tensors, statistics, torch.Generator(), block), _seen(task)
+    device = task.machine.device
     norms, downs = MixtureNorms.of(task.stack, tensors, device), tensors[task.mixer.down].to(device)
     if norms is not None and task.curvature is None:
         seen = norms.seen
@@ -233,11 +220,8 @@ def _narrowed_shared(
     task: ExpertsTask, tensors: Tensors, statistics: ExpertStatistics
 ) -> tuple[Factors, list[Energies]]:
     assert statistics.shared is not None
-    down, seen, (_, shared, _) = (
-        _shared_down(task, tensors),
-        _seen(task),
-        task.shared_task.solve(tensors, statistics.shared),
-    )
+    down, seen = _shared_down(task, tensors), _seen(task)
+    _, shared, _ = task.shared_task.solve(tensors, statistics.shared)
     return shared, [predicted_energies(seen(down), seen(shared.weight), shared.kept_columns, statistics.shared)]
 
 
