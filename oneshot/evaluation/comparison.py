@@ -2,7 +2,6 @@
 
 import html
 import io
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -17,7 +16,7 @@ from rich.text import Text
 
 from oneshot.errors import OutputError, printable
 from oneshot.json_text import json_text
-from oneshot.machine.durable import make_durable
+from oneshot.machine.durable import write_whole
 from oneshot.report.provenance import versions
 from oneshot.report.side_by_side import Cell, Comparison
 from oneshot.report.terminal import WIDTH, open_console
@@ -235,10 +234,7 @@ def write_json(path: Path, evaluations: Sequence[Evaluation], settings: Mapping[
         "texts": {text: asdict(record) for text, record in texts.items()},
         "evaluations": rows,
     }
-    partial_path = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        partial_path.write_text(json_text(content) + "\n")
-        make_durable(partial_path, path)
+        write_whole(path, json_text(content) + "\n")
     except OSError as error:
-        partial_path.unlink(missing_ok=True)
         raise OutputError(f"{path} cannot be written ({error.strerror}); give another --output.") from error
