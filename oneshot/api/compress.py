@@ -21,6 +21,7 @@ from oneshot.report.records import Footprint, Report
 from oneshot.settings import RECIPE_NAME, recipe_text
 
 Output = str | os.PathLike[str] | None
+NO_OPTIONS = ("model", "output", "tokenizer", "progress", "prompt", "settings")  # arguments that are not options
 
 
 @overload
@@ -94,26 +95,10 @@ def compress(
 
     Raises a subclass of `OneshotError` with one sentence for everything that a user can mend.
     """
+    given = {name: value for name, value in locals().items() if name not in NO_OPTIONS} | settings
     first, several = _split(sparsity)
-    given = {
-        "sparsity": first,
-        "params": params,
-        "max_size": max_size,
-        "max_loss": max_loss,
-        "calibration": calibration,
-        "form": form,
-        "recipe": recipe,
-        "num_sequences": num_sequences,
-        "sequence_length": sequence_length,
-        "seed": seed,
-        "device": device,
-        "dtype": dtype,
-        "max_memory": max_memory,
-        "save_dtype": save_dtype,
-        "overwrite": overwrite or None,
-        "resume": resume or None,
-    }
-    with request(model, output, tokenizer, given | settings, several=several is not None) as asked:
+    given |= {"sparsity": first, "overwrite": overwrite or None, "resume": resume or None}
+    with request(model, output, tokenizer, given, several=several is not None) as asked:
         refuse_prompt(prompt, asked.config.form)
         ending = [CHECK] * len(several or [first]) if prompt or max_loss is not None else []
         with Tracker(progress, ending=ending) as tracker:
