@@ -97,10 +97,6 @@ class ResultModel:
         weight = self.table(HEAD if self.has_head else EMBEDDING)
         return OutputHead(norm, uploaded(weight, self.machine.device).to(self.machine.dtype))
 
-    def read_batch(self, store: ActivationStore, batch: Batch) -> torch.Tensor:
-        """Return a batch's states `(sequences, length, D)`."""
-        return store.read(batch.rows).unflatten(0, batch.token_ids.shape)
-
     def _read(self, module: nn.Module, name: str) -> Tensors:
         read = self.source.read(f"{name}.{own}" for own in module.state_dict())
         return {stored.removeprefix(f"{name}."): tensor for stored, tensor in read.items()}
@@ -125,7 +121,7 @@ def result_importance(model: ResultModel, advance: Advance) -> InputSquares:
         found = InputSquares()
         with found.listening(layer.module):
             for batch in model.batches:
-                store.write(batch.rows, layer.run(model.read_batch(store, batch)))
+                store.write(batch.rows, layer.run(store.read_batch(batch)))
                 advance(batch.token_ids.numel())
         if layer.module.mlp is None:  # the file has one of a single neuron, whose tensors are zeros
             for linear, inputs in {"gate_proj": size, "up_proj": size, "down_proj": 1}.items():

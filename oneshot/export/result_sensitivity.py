@@ -26,7 +26,7 @@ def output_squares(model: ResultModel, seed: int, advance: Advance) -> tuple[Inp
         layer = model.layer(number)
         states.append(model.store())
         for batch in model.batches:
-            states[-1].write(batch.rows, layer.run(model.read_batch(states[-2], batch)))
+            states[-1].write(batch.rows, layer.run(states[-2].read_batch(batch)))
             advance(batch.token_ids.numel())
     gradients = states.pop()
     of_head = _start(model, gradients, squares, seed)
@@ -36,7 +36,7 @@ def output_squares(model: ResultModel, seed: int, advance: Advance) -> tuple[Inp
             name: part for name, part in layer.module.named_modules() if isinstance(part, nn.Linear)
         }
         for batch in model.batches:
-            x, behind = model.read_batch(states[-1], batch), model.read_batch(gradients, batch)
+            x, behind = states[-1].read_batch(batch), gradients.read_batch(batch)
             with torch.enable_grad(), outputs_of(linears) as outputs:
                 moved = layer.run(x.requires_grad_())
             before, *found = torch.autograd.grad(moved, [x, *outputs.values()], behind)
@@ -58,7 +58,7 @@ def _start(model: ResultModel, last: ActivationStore, squares: InputSquares, see
     size = model.source.shapes[f"{EMBEDDING}.weight"][1]
     gram = GramAccumulator(size, output_size=None, device=model.machine.device)
     for batch in model.batches:
-        states = model.read_batch(last, batch)
+        states = last.read_batch(batch)
         for state in states:
             read = head.norm(state)
             squares.add_rows_(HEAD_INPUTS, read)

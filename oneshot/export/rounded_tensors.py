@@ -103,7 +103,7 @@ class RoundedTensors:
                 heads = model.source.interleaved_heads(f"{module}.weight")
                 self._rounded[module] = stored if heads is None else interleave(stored, heads)
         for batch in model.batches:
-            self._states.write(batch.rows, layer.run(model.read_batch(self._states, batch)))
+            self._states.write(batch.rows, layer.run(self._states.read_batch(batch)))
         self._next += 1
 
     def _grams(self, layer: ResultLayer, number: int) -> dict[str, Statistics]:
@@ -117,7 +117,7 @@ class RoundedTensors:
                     part = layer.module.get_submodule(name)
                     hooks.enter_context(part.register_forward_pre_hook(_listener(sums[name])))
             for batch in model.batches:
-                layer.run(model.read_batch(self._states, batch))
+                layer.run(self._states.read_batch(batch))
         with naming_the_layer(number, lambda: tensors):
             return {name: one.finish() for name, one in sums.items()}
 

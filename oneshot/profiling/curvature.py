@@ -110,7 +110,7 @@ def _passed_back(
         stack, shape = model.family.stack_of(number), model.shape.of(number)
         sums = _accumulators(model, machine, number)
         for batch in own:
-            behind, x = _read(gradients, batch), _read(states[-1], batch)
+            behind, x = gradients.read_batch(batch), states[-1].read_batch(batch)
             together = sequences_together(len(x), x.shape[1], shape.num_attention_heads, x.device, whole)
             before = []
             parts = lent.parts(batch, together, borrows=model.family.borrows(number))
@@ -125,7 +125,7 @@ def _passed_back(
         states.pop().close()
     sums = _of_states(model, machine)
     for batch in own:
-        sums[STATES].update_(clipped(_read(gradients, batch)))
+        sums[STATES].update_(clipped(gradients.read_batch(batch)))
     yield 0, sums, partial(_first_overflow, states, own, are_finite)
     gradients.close()
     lent.close()
@@ -147,7 +147,7 @@ def _first_overflow(
     """
     if are_finite:
         return None
-    finite = (all(bool(_read(store, batch).isfinite().all()) for batch in batches) for store in states[1:])
+    finite = (all(bool(store.read_batch(batch).isfinite().all()) for batch in batches) for store in states[1:])
     return next((layer for layer, is_finite in enumerate(finite) if not is_finite), len(states) - 1)
 
 
@@ -191,7 +191,7 @@ def _forward(
         for batch in batches:
             if memory is not None:
                 memory.enter(batch)
-            states[number + 1].write(batch.rows, layer.run_all(_read(states[number], batch)))
+            states[number + 1].write(batch.rows, layer.run_all(states[number].read_batch(batch)))
             advance(batch.token_ids.numel())
     return states
 
@@ -216,10 +216,6 @@ def _layers(
         del layer  # free before the next one is waited for
 
 
-def _read(store: ActivationStore, batch: Batch) -> torch.Tensor:
-    return store.read(batch.rows).unflatten(0, batch.token_ids.shape)
-
-
 def _start(head: OutputHead, last: ActivationStore, batches: Sequence[Batch], first: int, seed: int) -> torch.Tensor:
     """Replace the states behind the last layer by random gradients; return whether all states are finite, a scalar.
 
@@ -227,7 +223,7 @@ def _start(head: OutputHead, last: ActivationStore, batches: Sequence[Batch], fi
     """
     finite = []
     for batch in batches:
-        states = _read(last, batch)
+        states = last.read_batch(batch)
         finite.append(states.isfinite().all())
         for state in states:
             state.copy_(head.random_gradient(state, seed + first))

@@ -243,9 +243,9 @@ class _Stream:
         batch = self.batches[number]
         if self.memory is not None:
             if batch.source is not None:
-                self.memory.states = _read(self._encoded[0], batch.source)
+                self.memory.states = self._encoded[0].read_batch(batch.source)
             self.memory.enter(batch)
-        x = _read(self._store, batch)
+        x = self._store.read_batch(batch)
         for step in steps:
             x = step(x, is_judged)
         if steps and store:
@@ -255,7 +255,7 @@ class _Stream:
     def enter_decoder(self, norm: Any, embedded: Callable[[list[Batch]], ActivationStore]) -> None:
         """Keep the encoder's states after its final norm as memory, and go on with the targets' embeddings."""
         for batch in self.batches.values():
-            self._store.write(batch.rows, norm(_read(self._store, batch)))
+            self._store.write(batch.rows, norm(self._store.read_batch(batch)))
         batches = _of_decoder(self.batches.values())
         self._encoded, self.memory = [self._store], Memory()
         self.batches, self._store = dict(zip(self.batches, batches, strict=True)), embedded(batches)
@@ -263,17 +263,13 @@ class _Stream:
     def enter(self, entered: Callable[[torch.Tensor, Batch], torch.Tensor]) -> None:
         """Replace the states of every batch."""
         for batch in self.batches.values():
-            self._store.write(batch.rows, entered(_read(self._store, batch), batch))
+            self._store.write(batch.rows, entered(self._store.read_batch(batch), batch))
 
     def close(self) -> None:
         for store in (self._store, *self._encoded):
             store.close()
         if self.memory is not None:
             self.memory.close()
-
-
-def _read(store: ActivationStore, batch: Batch) -> torch.Tensor:
-    return store.read(batch.rows).unflatten(0, batch.token_ids.shape)
 
 
 def _of_decoder(batches: Iterable[Batch]) -> list[Batch]:

@@ -7,6 +7,7 @@ import torch
 
 from oneshot.errors import OutputError
 from oneshot.machine import Machine
+from oneshot.text import Batch
 
 
 class ActivationStore:
@@ -36,6 +37,10 @@ class ActivationStore:
         self._file.seek(rows.start * self._row_bytes)
         raw = np.frombuffer(bytearray(self._file.read(count * self._row_bytes)), dtype=np.uint8)
         return torch.from_numpy(raw).view(self._dtype).view(count, self._width).to(self._device)
+
+    def read_batch(self, batch: Batch) -> torch.Tensor:
+        """Return a batch's states `(sequences, length, D)`, as `read`."""
+        return self.read(batch.rows).unflatten(0, batch.token_ids.shape)
 
     def write(self, rows: slice, values: torch.Tensor) -> None:
         """Store some tokens' states, of any shape with the width last."""
