@@ -6,6 +6,7 @@ them from the same files: transformers' `MtpModel` and vLLM's `*_mtp` models hav
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 WORDS = {"mtp", "nextn"}  # in the names of what a config states of such layers
@@ -38,16 +39,10 @@ class FurtherNames:
 
     def of(self, layers: str, own: int, index: int) -> "FurtherNames":
         """Return the names of layer `index`, behind so many layers of the model's `own`."""
-        values = {"layers": layers, "number": own + index, "index": index}
-        return FurtherNames(
-            self.counts,
-            self.block.format(**values),
-            self.projection.format(**values),
-            self.embedding_norm.format(**values),
-            self.states_norm.format(**values),
-            self.output_norm.format(**values),
-            tuple(name.format(**values) for name in self.copies),
-        )
+        named = partial(str.format, layers=layers, number=own + index, index=index)
+        projection, *norms = map(named, self.modules)
+        copies = tuple(map(named, self.copies))
+        return FurtherNames(self.counts, named(self.block), projection, norms[0], norms[1], norms[2], copies)
 
     @property
     def modules(self) -> tuple[str, ...]:
