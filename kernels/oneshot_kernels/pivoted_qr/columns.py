@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 
 from oneshot_kernels.pivoted_qr import pivoted_qr
@@ -11,35 +9,22 @@ from oneshot_kernels.pivoted_qr.cholesky import check_gram, leading_pivots_, piv
 from oneshot_kernels.pivoted_qr.factor import PivotedFactor, columns_without, trailing_errors
 
 
-class Columns(Protocol):
-    """Columns of A, less what has been projected out of them."""
-
-    count: int
-
-    def winners(self, candidates: torch.Tensor, count: int) -> torch.Tensor:
-        """The first `count` pivots (fewer if there are fewer) among `candidates`, int64 column indices."""
-
-    def project_out(self, chosen: torch.Tensor) -> bool:
-        """Remove the span of `chosen` from every column; False when nothing above rounding was left to remove."""
-
-    def factor(self, winners: torch.Tensor) -> PivotedFactor:
-        """Pivoted factorisation of the original A with `winners` first, themselves in pivoted order."""
-
-
 class GramColumns:
     """Columns of A known by G = AᵀA; what is projected out is a Schur complement."""
 
     def __init__(self, gram: torch.Tensor):
         check_gram(gram, None)
-        self.count = gram.shape[0]
+        self.count, self.device = gram.shape[0], gram.device
         self.gram = gram.double() if gram.device.type == "cpu" else gram
         self.schur = self.gram
 
     def winners(self, candidates: torch.Tensor, count: int) -> torch.Tensor:
+        """Return the first `count` pivots (fewer if there are fewer) among `candidates`, int64 column indices."""
         count = min(count, candidates.numel())
         return candidates[leading_pivots_(self.schur[candidates][:, candidates], count)]
 
     def project_out(self, chosen: torch.Tensor) -> bool:
+        """Remove the span of `chosen` from every column; False when nothing above rounding was left to remove."""
         if float(self.schur.diagonal().amax()) <= rank_tolerance(self.gram.diagonal()):
             return False
         _, rows = _rows_of_r(self.schur, chosen)
@@ -51,6 +36,7 @@ class GramColumns:
         return True
 
     def factor(self, winners: torch.Tensor) -> PivotedFactor:
+        """Factorise the original A, pivoted, with `winners` first, themselves in pivoted order."""
         order, rows = _rows_of_r(self.gram, winners)
         pivots = _complete(order, self.count)
         r = rows[:, pivots].triu_()
@@ -62,7 +48,7 @@ class MatrixColumns:
     """Columns of A itself: slower, but the condition number is not squared."""
 
     def __init__(self, matrix: torch.Tensor):
-        self.count = matrix.shape[1]
+        self.count, self.device = matrix.shape[1], matrix.device
         self.matrix = self.rest = matrix
 
     def winners(self, candidates: torch.Tensor, count: int) -> torch.Tensor:
@@ -86,6 +72,9 @@ class MatrixColumns:
         r = (orthonormal.mT @ permuted).triu_()
         residual = torch.addmm(permuted[:, found:], orthonormal, r[:, found:], alpha=-1)
         return PivotedFactor(pivots, trailing_errors(r, residual.double().square().sum(dim=0)), r)
+
+
+Columns = GramColumns | MatrixColumns  # less what has been projected out of them
 
 
 def columns_of(gram: torch.Tensor | None, matrix: torch.Tensor | None, group_size: int, rank: int) -> Columns:

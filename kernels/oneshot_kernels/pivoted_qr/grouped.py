@@ -23,11 +23,10 @@ def grouped_pivots(
     Cost n group_size²/3 flops for the groups from a Gram (4 m n group_size from a matrix), and rank² n for the factor.
     """
     columns = columns_of(gram, matrix, group_size, rank)
-    device = gram.device if gram is not None else matrix.device  # type: ignore[union-attr]
-    groups = torch.arange(columns.count, device=device).split(group_size)
+    groups = torch.arange(columns.count, device=columns.device).split(group_size)
     shares = _shares([group.numel() for group in groups], rank)
     chosen = [columns.winners(group, share) for group, share in zip(groups, shares, strict=True) if share > 0]
-    return columns.factor(torch.cat(chosen) if chosen else torch.arange(0, device=device))
+    return columns.factor(torch.cat(chosen) if chosen else torch.arange(0, device=columns.device))
 
 
 def tournament_pivots(
@@ -43,8 +42,7 @@ def tournament_pivots(
     Arguments, errors and determinism as `grouped_pivots`. Cost 2 n² rank flops from a Gram (4 m n rank from a matrix).
     """
     columns = columns_of(gram, matrix, group_size, rank)
-    device = gram.device if gram is not None else matrix.device  # type: ignore[union-attr]
-    remaining = torch.arange(columns.count, device=device)
+    remaining = torch.arange(columns.count, device=columns.device)
     panels = [remaining[:0]]
     taken = 0
     while taken < rank:
