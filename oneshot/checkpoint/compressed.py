@@ -8,11 +8,22 @@ from pathlib import Path
 REPORT = "oneshot_report.json"  # of a result; `report.card` writes it
 
 
-def again(folder: Path, form: str) -> str:
-    """Return what to do in place of compressing a result again, with the command if the result's report is there."""
-    origin, share, form = _told(folder, form)
-    command = f": oneshot compress {shlex.quote(origin)} --form {form} --sparsity {share}" if origin else ""
-    return f"start from the model it came from with a larger share{command}"
+def again(folder: Path) -> str:
+    """Return what to do in place of compressing a result again, with the command if the result's report is there.
+
+    There is no command for an origin in memory, or on another machine.
+    """
+    advice = "start from the model it came from with a larger share"
+    try:
+        report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
+        stored, config = report["stored_parameters"], report["config"]
+        kept, origin, form = stored["compressed"] / stored["dense"], str(config["checkpoint"]), str(config["form"])
+    except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError):  # no report of ours
+        return advice
+    is_there = os.path.exists(os.path.expanduser(origin)) or (origin.count("/") == 1 and not origin.startswith("/"))
+    if not is_there or not 0 < kept < 1:
+        return advice
+    return f"{advice}: oneshot compress {shlex.quote(origin)} --form {form} --sparsity {1 - kept * kept:.2f}"
 
 
 def original_parameters(folder: Path) -> int | None:
@@ -22,18 +33,3 @@ def original_parameters(folder: Path) -> int | None:
         return int(stored.get("original", stored["dense"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # no report of ours
         return None
-
-
-def _told(folder: Path, form: str) -> tuple[str, str, str]:
-    """Return the origin, the share that is gone after a second time, and the form; an empty origin if it is not known.
-
-    An origin in memory, or on another machine, is not known.
-    """
-    try:
-        report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
-        stored, config = report["stored_parameters"], report["config"]
-        kept, origin, form = stored["compressed"] / stored["dense"], str(config["checkpoint"]), str(config["form"])
-    except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError):  # no report of ours
-        return "", "", form
-    is_there = os.path.exists(os.path.expanduser(origin)) or (origin.count("/") == 1 and not origin.startswith("/"))
-    return (origin if is_there and 0 < kept < 1 else ""), f"{1 - kept * kept:.2f}", form

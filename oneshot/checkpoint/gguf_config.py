@@ -66,7 +66,7 @@ def architecture_of(file: Stated, path: Path = Path()) -> Architecture:
     if name == OWN_SIZES:
         raise CheckpointError(
             f"The layers of this GGUF file have sizes of their own (architecture {name}); to compress further, "
-            f"{again(path.parent, 'gguf')}; to measure it, give oneshot evaluate the file in its folder with "
+            f"{again(path.parent)}; to measure it, give oneshot evaluate the file in its folder with "
             f"config.json, or run llama-perplexity -m {shlex.quote(str(path))} -f YOUR_TEXT."
         )
     if name not in ARCHITECTURES:

@@ -81,9 +81,8 @@ def as_stock(checkpoint: Checkpoint) -> Checkpoint:
             raise _UnsupportedError("its layers read an embedding of their tokens")
         return _with_largest(_multiplied(checkpoint, config, stated, family), family, stated)
     except _UnsupportedError as error:
-        form = "nemotron-nas" if model_type == NAS_MODEL_TYPE else "per-layer"
         raise CheckpointError(
-            f"{folder} is a compressed model that cannot be compressed again, because {error}; {again(folder, form)}."
+            f"{folder} is a compressed model that cannot be compressed again, because {error}; {again(folder)}."
         ) from error
 
 

@@ -93,7 +93,7 @@ class Checkpoint:
             if isinstance(layers, list) and any(layer != layers[0] for layer in layers):
                 raise CheckpointError(
                     f"{self.folder} holds a GGUF file whose layers have sizes of their own, which cannot be compressed "
-                    f"again; {again(self.folder, 'gguf')}."
+                    f"again; {again(self.folder)}."
                 )
             raise CheckpointError(
                 f"{self.folder} holds a GGUF file and no safetensors weights; give {files[0]} itself."
