@@ -4,9 +4,9 @@ import hashlib
 import importlib.util
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,19 +24,11 @@ from oneshot.checkpoint.stock import attention_of, make_buffers, stock_classes, 
 from oneshot.config import SaveDtype
 from oneshot.errors import CheckpointError, OutputError, cause
 from oneshot.families import FAMILIES
+from oneshot.tensors import Tensors
 
 FLOAT_BYTES = 4
 FLOAT_KINDS: dict[str, SaveDtype] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 SHARD_BYTES = 2**30  # of the converted files; one of them is in memory
-
-
-class WeightSource(Protocol):
-    """Tensors by their names in a checkpoint, read in float32."""
-
-    shapes: dict[str, tuple[int, ...]]
-
-    def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Return some tensors."""
 
 
 class GgufCheckpoint(Checkpoint):
@@ -61,7 +53,9 @@ class GgufCheckpoint(Checkpoint):
         except Exception as error:  # damage shows itself in many types; the cause is named and chained
             raise _unreadable(path, error) from error
         self.architecture: str = self._file.metadata.get("general.architecture", "")
-        self._architecture, self.config = architecture_of(self._file, path), config_of(self._file)
+        metadata, tensors = self._file.metadata, self._file.tensors
+        self._architecture = architecture_of(metadata, path)
+        self.config = config_of(self._architecture, metadata, tensors, self._file.read)
         family = FAMILIES[self._architecture.model_type]
         self._transposed = tuple(f"{linear}.weight" for linear in family.stack.transposed)
         self._num_layers = self.config[family.sizes.num_hidden_layers]
@@ -212,7 +206,7 @@ def convert_gguf(path: Path, scratch: Path) -> Path:
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_weights(source, folder)
+        write_weights(source.shapes, source.read, folder)
         _save_tokenizer(tokenizer, folder)
         _write_config(source.config, folder)
         if (kind := source.pooling) is not None:
@@ -243,14 +237,16 @@ def _write_config(config: dict[str, Any], folder: Path) -> None:
     complete.save_pretrained(folder)
 
 
-def write_weights(source: WeightSource, folder: Path) -> None:
-    """Write the weights as one file, or as several with an index."""
+def write_weights(
+    shapes: Mapping[str, tuple[int, ...]], read: Callable[[Iterable[str]], Tensors], folder: Path
+) -> None:
+    """Write float32 tensors, which are read by their names, as one file, or as several with an index."""
     from safetensors.torch import save_file
 
-    empty = {name: torch.empty(shape, dtype=torch.float32, device="meta") for name, shape in source.shapes.items()}
+    empty = {name: torch.empty(shape, dtype=torch.float32, device="meta") for name, shape in shapes.items()}
     split = split_torch_state_dict_into_shards(empty, max_shard_size=SHARD_BYTES)
     for file, names in split.filename_to_tensors.items():
-        save_file(source.read(names), folder / file, metadata={"format": "pt"})
+        save_file(read(names), folder / file, metadata={"format": "pt"})
     if split.is_sharded:
         content = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / INDEX_NAME).write_text(json.dumps(content, indent=2) + "\n")

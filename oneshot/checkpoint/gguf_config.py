@@ -2,9 +2,9 @@
 
 import math
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -35,29 +35,14 @@ SILENT = ("vocab_size", ROTARY_SIZE, *HEAD_SIZES)
 TOKENS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "padding_token_id": "pad_token_id"}
 
 
-class Stated(Protocol):
-    """State the contents of a file: metadata by key, and tensors by name, whose values `read` returns."""
-
-    @property
-    def metadata(self) -> Mapping[str, Any]:
-        """Return the metadata by key."""
-
-    @property
-    def tensors(self) -> Mapping[str, GgufTensor]:
-        """Return the tensors by name."""
-
-    def read(self, name: str) -> np.ndarray:
-        """Return the values of a tensor."""
-
-
-def architecture_of(file: Stated, path: Path = Path()) -> Architecture:
-    """Return the description of a file's architecture.
+def architecture_of(metadata: Mapping[str, Any], path: Path) -> Architecture:
+    """Return the description of the architecture of a file with this metadata.
 
     Raises `CheckpointError` for one that is not known, and for a file that holds something else than a model.
 
     `path`: of the file, for the message.
     """
-    name, kind = file.metadata.get("general.architecture"), file.metadata.get(KIND, MODEL)
+    name, kind = metadata.get("general.architecture"), metadata.get(KIND, MODEL)
     if kind != MODEL or name is None:
         reason = f"{KIND} is {kind}" if kind != MODEL else "it states no general.architecture"
         raise CheckpointError(
@@ -77,14 +62,20 @@ def architecture_of(file: Stated, path: Path = Path()) -> Architecture:
     return ARCHITECTURES[name]
 
 
-def config_of(file: Stated) -> dict[str, Any]:
+def config_of(
+    architecture: Architecture,
+    metadata: Mapping[str, Any],
+    tensors: Mapping[str, GgufTensor],
+    read: Callable[[str], np.ndarray],
+) -> dict[str, Any]:
     """Return the config.json that states what a file's metadata and tensors say; its dtype is float32.
 
-    Raises `CheckpointError` for an architecture or a key that is not known: it could change what the model computes.
+    Raises `CheckpointError` for a key that is not known: it could change what the model computes.
+
+    `read`: returns the values of a tensor.
     """
-    architecture = architecture_of(file)
-    prefix = f"{file.metadata['general.architecture']}."
-    stated = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
+    prefix = f"{metadata['general.architecture']}."
+    stated = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
     names = size_names(architecture)
     _refuse_unknown(stated, {*names, *architecture.keys})
     for key in names:  # writers also list a number for every layer
@@ -107,20 +98,21 @@ def config_of(file: Stated) -> dict[str, Any]:
     keys = FAMILIES[architecture.model_type].sizes
     config = (
         sizes
-        | _special_tokens(file)
+        | _special_tokens(metadata)
         | {
             "dtype": "float32",
             "model_type": architecture.model_type,
-            "tie_word_embeddings": "output.weight" not in file.tensors,
-            "vocab_size": file.tensors["token_embd.weight"].shape[0] if "token_embd.weight" in file.tensors else 0,
+            "tie_word_embeddings": "output.weight" not in tensors,
+            "vocab_size": tensors["token_embd.weight"].shape[0] if "token_embd.weight" in tensors else 0,
         }
         | dict(architecture.stated)
-        | {name: tensor in file.tensors for name, tensor in architecture.biases.items()}
+        | {name: tensor in tensors for name, tensor in architecture.biases.items()}
     )
     if keys.head_dim is not None:
         config[keys.head_dim] = head_dim
     if FAMILIES[architecture.model_type].stack.rotary:
-        config |= _positions(file, stated, rotary_size, config[architecture.context])
+        tables = [read(name) if name in tensors else None for name in (FACTORS, LONG_FACTORS, SHORT_FACTORS)]
+        config |= _positions(tables, stated, rotary_size, config[architecture.context])
         if rotary_size != head_dim:
             config["rope_parameters"]["partial_rotary_factor"] = rotary_size / head_dim
     try:
@@ -132,13 +124,13 @@ def config_of(file: Stated) -> dict[str, Any]:
     return config | {"architectures": [with_head(config)]}
 
 
-def _special_tokens(file: Stated) -> dict[str, int | None]:
+def _special_tokens(metadata: Mapping[str, Any]) -> dict[str, int | None]:
     """Return the ids of a file's special tokens by their names in a config, None for those that it does not state."""
-    tokens = file.metadata.get("tokenizer.ggml.tokens")  # of an array of strings, their number
+    tokens = metadata.get("tokenizer.ggml.tokens")  # of an array of strings, their number
     count = tokens if isinstance(tokens, int | None) else len(tokens)
     found: dict[str, int | None] = {}
     for key, name in TOKENS.items():
-        found[name] = number = file.metadata.get(f"tokenizer.ggml.{key}")
+        found[name] = number = metadata.get(f"tokenizer.ggml.{key}")
         if number is not None and count is not None and not 0 <= number < count:
             raise CheckpointError(
                 f"The GGUF file states tokenizer.ggml.{key} {number}, but it has {count} tokens; give an "
@@ -164,10 +156,11 @@ def size_names(architecture: Architecture) -> dict[str, str]:
     return {key: name for key, name in listed.items() if name}
 
 
-def _positions(file: Stated, stated: dict[str, Any], rotary_size: int, context_length: int) -> dict[str, Any]:
+def _positions(
+    tables: list[np.ndarray | None], stated: dict[str, Any], rotary_size: int, context_length: int
+) -> dict[str, Any]:
     """Return the entries of a config that state a file's rotary positions."""
     rotary = {key.removeprefix("rope."): value for key, value in stated.items() if key.startswith("rope.")}
-    tables = [file.read(name) if name in file.tensors else None for name in (FACTORS, LONG_FACTORS, SHORT_FACTORS)]
     factors, long, short = tables
     try:
         if long is not None and short is not None:

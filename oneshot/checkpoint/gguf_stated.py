@@ -1,7 +1,6 @@
 """From a config.json to the metadata of the GGUF file of its model: the inverse of `gguf_config`."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -51,11 +50,13 @@ def reason_against_stating(name: str, config: Mapping[str, Any]) -> str | None:
         return "tie_word_embeddings: False"
     if architecture.windowed and "sliding_attention" not in wanted["layer_types"]:
         return "layer_types: no layer has a sliding window"
-    metadata = {f"{name}.{key}": value for key, value in stated_keys(name, wanted).items()}
+    keys = {f"{name}.{key}": value for key, value in stated_keys(name, wanted).items()}
+    metadata = {"general.architecture": name, **keys}
     tensors = {"token_embd.weight": GgufTensor((wanted["vocab_size"], wanted["hidden_size"]), "F32", 0, 0)}
     if not wanted["tie_word_embeddings"]:
         tensors["output.weight"] = tensors["token_embd.weight"]
-    read = complete_config(config_of(_Stated({"general.architecture": name} | metadata, tensors)))
+    no_table = np.empty(0)  # of factors, which no such file has
+    read = complete_config(config_of(architecture, metadata, tensors, lambda _: no_table))
     silent = {*SILENT, *PretrainedConfig().to_dict()}  # and what the config of every class has
     if "sliding_attention" not in wanted.get("layer_types", ()):
         silent.add("sliding_window")
@@ -72,15 +73,3 @@ def _stated_differently(entry: str, wanted: Any, read: Any) -> str:
             if name not in read or read[name] != wanted[name]:
                 return _stated_differently(f"{entry}.{name}", wanted[name], read.get(name))
     return f"{entry}: {wanted}"
-
-
-@dataclass(frozen=True)
-class _Stated:
-    """The metadata of a file that is not written yet."""
-
-    metadata: dict[str, Any]
-    tensors: dict[str, GgufTensor]
-
-    def read(self, name: str) -> np.ndarray:
-        """Return a table of factors, of which there is none."""
-        raise KeyError(name)

@@ -109,5 +109,5 @@ def _converted(path: Path, scratch: Path) -> Path:
     for file in path.parent.iterdir():
         if file.is_file() and file.suffix not in LEFT_BEHIND:
             shutil.copyfile(file, folder / file.name)
-    write_weights(source, folder)
+    write_weights(source.shapes, source.read, folder)
     return folder
