@@ -306,12 +306,13 @@ class Job:
             ) from error
         if report.fingerprint != self.fingerprint or report.weights_hash != self.weights_hash():
             return None
-        changed = [name for name, size in report.file_bytes.items() if _bytes_of(self.output / name) != size]
+        files = {self.output / name: size for name, size in report.file_bytes.items()}
+        changed = [file for file, size in files.items() if not file.is_file() or file.stat().st_size != size]
         if changed and self.config.overwrite:
             return None
         if changed:
             raise OutputError(
-                f"{self.output / changed[0]} is missing or was changed after this command wrote it; add --overwrite to "
+                f"{changed[0]} is missing or was changed after this command wrote it; add --overwrite to "
                 "make the result anew, or choose another --output."
             )
         remove_leftovers(self.output, self.fingerprint)
@@ -346,11 +347,6 @@ class Job:
             if run.timings is not None:
                 journal.save(SAVED_TIMINGS, run.timings)
             yield journal
-
-
-def _bytes_of(path: Path) -> int | None:
-    """Return the bytes of a file; None if there is none."""
-    return path.stat().st_size if path.is_file() else None
 
 
 def plan_jobs(configs: Sequence[Config], run: Run) -> list[Job]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 from oneshot.architecture import Description, LayerShape, ModelShape, StackShape, Table
@@ -42,6 +41,7 @@ class Grid:
         kept: what stays as it is, because the run was asked to keep it. serving: what every result must open with.
         advised_groups: numbers of weights that are rounded together, of which advice names one; the largest first.
         stored: the sizes that the input stores, with its ranks; None for the sizes of the shape, which has none.
+        known_costs: where `own_sizes` keeps what options of sublayers cost: plans for other targets ask the same.
     """
 
     family: Description
@@ -66,16 +66,12 @@ class Grid:
     advised_groups: tuple[int, ...] = SMALLER_GROUPS
     stored: StackShape | None = None
     holds_heads: Callable[[int, int], bool] = field(default=lambda heads, groups: True, compare=False)
+    known_costs: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
     def dense(self) -> StackShape:
         """Return the sizes of the input, from which shares are counted."""
         return self.shape.stack() if self.stored is None else self.stored
-
-    @cached_property
-    def known_costs(self) -> dict[Any, Any]:
-        """Return where `own_sizes` keeps what options of sublayers cost: plans for other targets ask the same."""
-        return {}
 
     @property
     def folds_layer_norms(self) -> bool:
