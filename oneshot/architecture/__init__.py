@@ -1,7 +1,7 @@
 """What a description of a family is made of: tensor names of layers, their sizes, and sizes read from a checkpoint."""
 
 from oneshot.architecture.axes import cut, shapes_of
-from oneshot.architecture.carried import Carried, CarriedSizes, carried_layers
+from oneshot.architecture.carried import Carried, CarriedSizes
 from oneshot.architecture.classes import as_stored, predicts_tokens
 from oneshot.architecture.description import Description, Feature, Sizes, stated_class
 from oneshot.architecture.expert_sizes import ExpertSizes

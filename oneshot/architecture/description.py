@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from oneshot.architecture.carried import Carried
+from oneshot.architecture.carried import Carried, carried_layers
 from oneshot.architecture.further import FurtherNames
 from oneshot.architecture.fused import stored_shapes
 from oneshot.architecture.resizing import set_widths
@@ -55,7 +55,7 @@ class Description:
         stack: the layers, and what surrounds them; of the encoder if there is a decoder.
         decoder: the second stack of an encoder–decoder, whose cross-attention reads the first one's output after its
             final norm; None for other models. Layers are numbered through both.
-        variant: `(family, config) -> family`: the family as a config describes its layers.
+        variant: `(family, config) -> family`: the family as a config describes its layers; `described_by` asks it.
         resize: `(sizes, config, shape) -> config`, see `resized`.
         check: raises `CheckpointError` for variants of the family that are not supported.
         head: the output head; None for models that do not predict tokens, or only some of their classes do.
@@ -122,6 +122,11 @@ class Description:
     alone: Mapping[str, Any] = field(default_factory=dict)
     narrow_layers: tuple[int, ...] = ()
     stated_width: Callable[[dict[str, Any]], int | None] = lambda config: None
+
+    def described_by(self, config: dict[str, Any]) -> "Description":
+        """Return the family as a config describes its layers; raises `CheckpointError` for one of an unknown type."""
+        carried = carried_layers(config, self.mixers) if self.mixers else {}
+        return self.variant(replace(self, carried_layers=carried), config)
 
     def resized(self, config: dict[str, Any], shape: ModelShape) -> dict[str, Any]:
         """Return the stock config of the resized model; its class may refuse the sizes."""

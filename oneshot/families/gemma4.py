@@ -9,7 +9,7 @@ before them whose attention is of their type, and in the E2B their FFNs are twic
 from dataclasses import replace
 from typing import Any
 
-from oneshot.architecture.carried import Carried, carried_layers
+from oneshot.architecture.carried import Carried
 from oneshot.architecture.description import Description, Sizes
 from oneshot.architecture.experts import Branches, Experts
 from oneshot.architecture.resizing import set_width
@@ -102,7 +102,7 @@ def variant(family: Description, config: dict[str, Any]) -> Description:
 
 def _carried(config: dict[str, Any], family: Description) -> dict[int, Carried]:
     """Return the carried mixers of layers whose attention is not the stack's own (`kv_sharing_modes` of the class)."""
-    carried, types, borrowers = carried_layers(config, family.mixers), config.get("layer_types"), config.get(BORROWERS)
+    carried, types, borrowers = dict(family.carried_layers), config.get("layer_types"), config.get(BORROWERS)
     if not isinstance(types, list) or not isinstance(borrowers, int) or not 0 < borrowers < len(types):
         return carried
     first = len(types) - borrowers

@@ -6,7 +6,7 @@ Behind them is one FFN, or experts beside it.
 from dataclasses import replace
 from typing import Any
 
-from oneshot.architecture import Carried, Description, FeedForward, Sizes, carried_layers
+from oneshot.architecture import Carried, Description, FeedForward, Sizes
 from oneshot.families.falcon_h1 import SCAN
 from oneshot.families.llama import STACK
 from oneshot.families.llamas import granite_factors
@@ -22,8 +22,8 @@ FFN = FeedForward(
 
 
 def variant(family: Description, config: dict[str, Any]) -> Description:
-    """Return the family with the factors, the state-space models and the experts that a config states."""
-    family = replace(granite_factors(family, config), carried_layers=carried_layers(config, family.mixers))
+    """Return the family with the factors and the experts that a config states."""
+    family = granite_factors(family, config)
     experts = GRANITE_MOE.stack.experts
     if config.get("num_local_experts") == 0 or experts is None:
         return family

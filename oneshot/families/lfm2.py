@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.nn import functional
 
-from oneshot.architecture.carried import Carried, carried_layers
+from oneshot.architecture.carried import Carried
 from oneshot.architecture.description import Description, Sizes
 from oneshot.architecture.experts import Experts
 from oneshot.architecture.resizing import set_widths
@@ -37,11 +37,6 @@ DENSE = "num_dense_layers"
 OTHER_NAME = "block_ff_dim"  # of the FFN's width, which files on the hub also state
 
 
-def variant(family: Description, config: dict[str, Any]) -> Description:
-    """Return the family with the convolutions that a config states."""
-    return replace(family, carried_layers=carried_layers(config, family.mixers))
-
-
 def width(config: dict[str, Any]) -> int | None:
     """Return the width that the class makes of the one in a complete config; None if the config states none."""
     stated, multiple = config.get(OTHER_NAME, config.get("intermediate_size")), config.get("block_multiple_of")
@@ -64,7 +59,6 @@ LFM2 = Description(
     "lfm2",
     STACK,
     resized,
-    variant=variant,
     sizes=SIZES,
     stated_width=width,
     mixers={
@@ -75,7 +69,7 @@ LFM2 = Description(
 
 
 def moe_variant(family: Description, config: dict[str, Any]) -> Description:
-    """Return the family with the convolutions, the gates and the dense layers that a config states."""
+    """Return the family with the gates and the dense layers that a config states."""
     experts = replace(
         EXPERTS,
         renormalises=bool(config.get("norm_topk_prob", True)),
@@ -86,7 +80,6 @@ def moe_variant(family: Description, config: dict[str, Any]) -> Description:
     return replace(
         family,
         stack=family.stack.with_experts(experts),
-        carried_layers=carried_layers(config, family.mixers),
         dense_layers=tuple(range(min(dense, number_of_layers(config)) if isinstance(dense, int) else 0)),
     )
 

@@ -3,10 +3,7 @@
 Qwen3.5 has the same mixers before one FFN or experts.
 """
 
-from dataclasses import replace
-from typing import Any
-
-from oneshot.architecture.carried import Carried, carried_layers
+from oneshot.architecture.carried import Carried
 from oneshot.architecture.description import Description
 from oneshot.architecture.experts import Experts
 from oneshot.architecture.further import APART, PREFIX
@@ -36,20 +33,10 @@ def stack(ffn: FeedForward | Experts) -> Stack:
     )
 
 
-def with_linear_attention(family: Description, config: dict[str, Any]) -> Description:
-    """Return the family with linear attention in the layers that a config states."""
-    return replace(family, carried_layers=carried_layers(config, family.mixers))
-
-
-def variant(family: Description, config: dict[str, Any]) -> Description:
-    """Return the family with the mixers, the gates and the dense layers that a config states."""
-    return with_linear_attention(with_stated_layers(family, config), config)
-
-
 QWEN3_NEXT = Description(
     "qwen3_next",
     stack(Experts(shared_expert="mlp.shared_expert", shared_gate="mlp.shared_expert_gate")),
-    variant=variant,
+    variant=with_stated_layers,
     with_dense=named_layers,
     sizes=QWEN2_MOE.sizes,
     unused_prefixes=(PREFIX,),
@@ -60,7 +47,6 @@ QWEN3_5 = Description(
     "qwen3_5_text",
     stack(FeedForward()),
     set_width,
-    variant=with_linear_attention,
     unused_prefixes=(PREFIX,),
     further=APART,
     mixers=MIXERS,
@@ -68,7 +54,6 @@ QWEN3_5 = Description(
 QWEN3_5_MOE = Description(
     "qwen3_5_moe_text",
     QWEN3_NEXT.stack,
-    variant=with_linear_attention,
     sizes=QWEN3_NEXT.sizes,
     unused_prefixes=(PREFIX,),
     further=APART,

@@ -59,7 +59,7 @@ def find_family(config: dict[str, Any]) -> Description:
         _refuse_unknown_mixture(config, model_type, family)
         return _wrapped(family, config)
     family.check(config)
-    family = family.variant(family, config)
+    family = family.described_by(config)
     _refuse_unknown_mixture(config, model_type, family)
     return family
 
@@ -78,7 +78,7 @@ def _wrapped(wrapper: Description, config: dict[str, Any]) -> Description:
     if text is wrapper:  # its config states no type, or is flat
         return wrapper
     text.check(config)
-    return within_wrapper(text.variant(text, config), wrapper)
+    return within_wrapper(text.described_by(config), wrapper)
 
 
 def _refuse_unknown_mixture(config: dict[str, Any], model_type: str, family: Description | None) -> None:

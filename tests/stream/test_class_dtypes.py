@@ -43,8 +43,7 @@ def dtypes(model: Any) -> dict[str, torch.dtype]:
 
 def assert_kept(config: dict[str, Any], loaded: Any, dtype: torch.dtype) -> None:
     """Assert that a sample has every tensor in the dtype in which the stock class was loaded."""
-    family = FAMILIES[config["model_type"]]
-    family = family if family.variant is None else family.variant(family, config)
+    family = FAMILIES[config["model_type"]].described_by(config)
     ours = dtypes(sample_model(config, family, dtype, range(loaded.config.get_text_config().num_hidden_layers)))
     stock = dtypes(loaded)
     assert {name: ours[name] for name in stock} == stock
