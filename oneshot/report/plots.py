@@ -1,7 +1,7 @@
 """The plots of `report.html`, as SVG elements: lines and marks above layers or sizes."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -41,7 +41,7 @@ def sizes_plot(report: Report) -> str:
         if kind in ("ffn", "heads") or any(sublayers):
             shares = [one.kept_size / one.dense_size if one else 1.0 for one in sublayers]
             series.append(Series(name, colour, list(enumerate(shares))))
-    return draw(series, x="layer", y="kept of the dense size", top=1.05, show_y=_percent)
+    return draw(series, x="layer", y="kept of the dense size", top=1.05, show_y=".0%")
 
 
 def errors_plot(report: Report) -> str | None:
@@ -55,7 +55,7 @@ def errors_plot(report: Report) -> str | None:
             series += [Series("", colour, predicted), Series(name, colour, measured, marks=True)]
     if not series:
         return None
-    return draw(series, x="layer", y="relative error", show_y=_plain)
+    return draw(series, x="layer", y="relative error")
 
 
 def curve_plot(report: Report) -> str | None:
@@ -66,7 +66,7 @@ def curve_plot(report: Report) -> str | None:
     points = sorted((float(share), value) for share, value in curve.items())
     here = [(reached or 0.0, report.predicted_divergence["plan"])]
     series = [Series("other sizes", "#0072b2", [(0.0, 0.0), *points]), Series("this run", "#d55e00", here, marks=True)]
-    return draw(series, x="removed share of the parameters", y="predicted divergence, nats", show_x=_percent)
+    return draw(series, x="removed share of the parameters", y="predicted divergence, nats", show_x=".0%")
 
 
 def draw(
@@ -75,14 +75,14 @@ def draw(
     x: str,
     y: str,
     top: float | None = None,
-    show_x: Callable[[float], str] | None = None,
-    show_y: Callable[[float], str] | None = None,
+    show_x: str = "",
+    show_y: str = ".2g",
 ) -> str:
     """Return an SVG element with axes from 0, ticks, a legend and every series.
 
     Args:
         x, y: labels. top: end of the vertical axis; None: above the largest value.
-        show_x, show_y: make the texts of ticks; without `show_x` only whole numbers have one.
+        show_x, show_y: formats of the ticks; without `show_x` only whole numbers have one.
     """
     points = [point for one in series for point in one.points]
     margin = 0.0 if show_x else 0.5  # half a layer on both sides
@@ -98,10 +98,10 @@ def draw(
     for value in _ticks(top):
         _, height = at((0, value))
         parts.append(f'<path d="M{LEFT} {height:.1f}H{WIDTH - RIGHT}" stroke="currentColor" opacity=".2"/>')
-        parts.append(_text(LEFT - 6, height + 4, (show_y or _plain)(value), "end"))
-    for value in _ticks(right, whole=show_x is None):
+        parts.append(_text(LEFT - 6, height + 4, format(value, show_y), "end"))
+    for value in _ticks(right, whole=not show_x):
         place, _ = at((value, 0))
-        parts.append(_text(place, HEIGHT - BOTTOM + 16, (show_x or _whole)(value), "middle"))
+        parts.append(_text(place, HEIGHT - BOTTOM + 16, format(value, show_x or ".0f"), "middle"))
     parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 6, x, "middle"))
     middle = (TOP + HEIGHT - BOTTOM) / 2
     parts.append(_text(14, middle, y, "middle", f' transform="rotate(-90 14 {middle})"'))
@@ -137,18 +137,6 @@ def _ticks(end: float, *, whole: bool = False) -> list[float]:
 
 def _text(x: float, y: float, text: str, anchor: str, more: str = "") -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" fill="currentColor" text-anchor="{anchor}"{more}>{escape(text)}</text>'
-
-
-def _percent(value: float) -> str:
-    return f"{value:.0%}"
-
-
-def _plain(value: float) -> str:
-    return f"{value:.2g}"
-
-
-def _whole(value: float) -> str:
-    return f"{value:.0f}"
 
 
 def _known(points: Iterable[tuple[int, float | None]]) -> list[Point]:
