@@ -63,20 +63,17 @@ class LayerCurvature:
     @property
     def output(self) -> torch.Tensor:
         """Return `G (D, D)` of what attention's output linear computes."""
-        return self._read("output")
+        return _read(self.path, "output", self.device)
 
     @property
     def query_key(self) -> torch.Tensor:
         """Return `G` of queries and keys together, before norms and rotation: `((H + G)·h)` in square."""
-        return self._read("query_key")
+        return _read(self.path, "query_key", self.device)
 
     @property
     def ffn(self) -> torch.Tensor:
         """Return `G (D, D)` of what the FFN's down projection computes."""
-        return self._read("ffn")
-
-    def _read(self, name: str) -> torch.Tensor:
-        return _read(self.path, name, self.device)
+        return _read(self.path, "ffn", self.device)
 
 
 def _read(path: Path, name: str, device: torch.device) -> torch.Tensor:
