@@ -37,7 +37,8 @@ def measure_effects(task: SublayerTask, states: States, current: Layer) -> Exper
 
 def add_effects_(sums: ExpertSums, task: SublayerTask, layer: Layer, routing: Routing) -> None:
     """Add a batch on its way through a layer to the sums. Raises as `measure_effects`."""
-    mixer, factors = _mixer(task), None
+    mixer: Experts = task.mixer
+    factors = None
     if mixer.expert_scale is not None:
         factors = layer.tensor(mixer.expert_scale).float()
     parts = routing.inputs, routing.logits, routing.gates, routing.chosen, routing.mixed, routing.written
@@ -68,7 +69,7 @@ def _seen(
 
     Norms follow this output, and what the whole mixture wrote.
     """
-    after, index = partial(layer.after_experts, _mixer(task)), task.index
+    after, index = partial(layer.after_experts, task.mixer), task.index
     beside = written - after(mixed)
     left = beside.unsqueeze(1) + after(mixed.unsqueeze(1) - effects)
     return (layer.added(index, written).unsqueeze(1) - layer.added(index, left)).float()
@@ -124,7 +125,7 @@ def keep_experts(task: SublayerTask, tensors: Tensors, sums: ExpertSums) -> tupl
         return torch.tensor([expert for expert in range(count) if expert not in removed])
 
     kept = task.shared(choose)
-    return cut(tensors, _mixer(task).axes(task.shape), {"experts": kept}), kept
+    return cut(tensors, task.mixer.axes(task.shape), {"experts": kept}), kept
 
 
 def warn_of_removed(task: SublayerTask, kept: torch.Tensor, sums: ExpertSums) -> None:
@@ -144,8 +145,3 @@ def warn_of_removed(task: SublayerTask, kept: torch.Tensor, sums: ExpertSums) ->
 def named_experts(experts: Sequence[int]) -> str:
     """Return the numbers of experts, the first ones of many."""
     return ", ".join(map(str, experts[:NAMED_EXPERTS])) + (", …" if len(experts) > NAMED_EXPERTS else "")
-
-
-def _mixer(task: SublayerTask) -> Experts:
-    assert isinstance(task.sublayer.mixer, Experts)
-    return task.sublayer.mixer

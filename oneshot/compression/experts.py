@@ -58,11 +58,7 @@ class SharedExpertTask(FeedForwardTask):
 class ExpertsTask(SublayerTask):
     """A mixture loses neurons inside all experts, or whole experts; each is a writer of its own."""
 
-    @property
-    def mixer(self) -> Experts:
-        mixer = self.sublayer.mixer
-        assert isinstance(mixer, Experts)
-        return mixer
+    mixer: Experts
 
     @property
     def sizes(self) -> ExpertSizes:

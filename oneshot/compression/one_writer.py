@@ -72,7 +72,7 @@ class OneWriterTask(SublayerTask, ABC):
     @property
     def rounds(self) -> bool:
         changes = self.smaller_scores is not None or self.smaller_values is not None or self.corrects_up
-        fixed = isinstance(self.sublayer.mixer, Attention) and self.sublayer.mixer.fixed_heads
+        fixed = isinstance(self.mixer, Attention) and self.mixer.fixed_heads
         return self.quantisation is not None and not changes and not fixed
 
     def lower_ranks_(self, work: LayerWork, states: States, current: Layer) -> None:
@@ -90,7 +90,7 @@ class OneWriterTask(SublayerTask, ABC):
         jobs = [partial(linears[kind].nearest, rank) for kind, rank in self.ranks.items()]
         costs = [linears[kind].cost for kind in self.ranks]
         ranks = dict(zip(self.ranks, self.machine.workers.share_all(jobs, costs), strict=True))
-        work.working, work.ranks[self.index] = with_ranks(work.working, self.sublayer.mixer, ranks), ranks
+        work.working, work.ranks[self.index] = with_ranks(work.working, self.mixer, ranks), ranks
 
     def measure(
         self, tensors: Tensors, states: States, current: Layer, reference: Layer, dense: DensePass

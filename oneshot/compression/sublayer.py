@@ -86,6 +86,11 @@ class SublayerTask:
         return self.stack.sublayers[self.index]
 
     @property
+    def mixer(self) -> Any:
+        """Return the mixer of the sublayer; subclasses state its kind."""
+        return self.sublayer.mixer
+
+    @property
     def kept(self) -> LayerPlan:
         """Return the layer's sizes in the plan."""
         return self.plan.layers[self.layer]
@@ -157,7 +162,7 @@ class SublayerTask:
     @property
     def ranks(self) -> dict[RankedKind, int]:
         """Return the ranks of the sublayer's linears that are not whole."""
-        return {kind: rank for kind, rank in self.kept.ranks.items() if kind in self.sublayer.mixer.ranked}
+        return {kind: rank for kind, rank in self.kept.ranks.items() if kind in self.mixer.ranked}
 
     @property
     def corrects_slices(self) -> bool:
@@ -167,7 +172,7 @@ class SublayerTask:
     @property
     def is_solved(self) -> bool:
         """Return whether the writer changes, so that statistics of its input are needed."""
-        if isinstance(self.sublayer.mixer, Carried):
+        if isinstance(self.mixer, Carried):
             return False
         remains = self.loses_experts and self.method.solves
         return self.is_reduced or self.smaller_values is not None or self.corrects_slices or remains

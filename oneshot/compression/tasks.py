@@ -20,11 +20,7 @@ from oneshot.tensors import Tensors
 class AttentionTask(OneWriterTask):
     """Attention loses heads, or sizes inside them."""
 
-    @property
-    def mixer(self) -> Attention:
-        mixer = self.sublayer.mixer
-        assert isinstance(mixer, Attention)
-        return mixer
+    mixer: Attention
 
     @property
     def dense_units(self) -> int:
@@ -110,11 +106,7 @@ class AttentionTask(OneWriterTask):
 class FeedForwardTask(OneWriterTask):
     """A feed-forward network loses neurons; one beside the experts of other layers stays as it is."""
 
-    @property
-    def mixer(self) -> FeedForward:
-        mixer = self.sublayer.mixer
-        assert isinstance(mixer, FeedForward)
-        return mixer
+    mixer: FeedForward
 
     @property
     def dense_units(self) -> int:
