@@ -167,7 +167,8 @@ def cache_name(arguments: dict[str, Any]) -> str | None:
     """
     names = ("cache", "past_key_values")
     return next(
-        (name for name, one in arguments.items() if isinstance(one, Cache) or (name in names and one is not None)), None
+        (name for name, one in arguments.items() if isinstance(one, Cache) or (name in names and one is not None)),
+        None,
     )
 
 
