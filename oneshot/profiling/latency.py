@@ -58,7 +58,7 @@ def measured_seconds(
     between them. A carried mixer is timed as it is. They are minima over rounds in which all sizes take turns, which
     other processes disturb least. Sizes inside heads and of the hidden state are taken as in the dense model.
     `coordinates`: the form's, or None without ranks. With them a linear of low rank counts as much more or less than
-    the whole one as it was measured (`_RankedSeconds`); a kind of linear that saves parameters but no time is then not
+    the whole one as it was measured (`_ranked_seconds`); a kind of linear that saves parameters but no time is then not
     worth a rank. `timings`: what was measured before of the same model, machine and length, and takes what is measured.
 
     Raises `PlanError` for two kinds of carried mixers with equally many parameters.
@@ -102,14 +102,14 @@ def measured_seconds(
     # 3. What linears of low rank add to them, or save.
     ranked = None
     if coordinates is not None:
-        ranked = _RankedSeconds(model, machine, tensors, sequence_length, coordinates, timings)
+        ranked = _ranked_seconds(model, machine, tensors, sequence_length, coordinates, timings)
 
     # 4. A layer is the sum of its two sublayers.
     def of_layer(layer: LayerShape) -> float:
         kept = layer.num_attention_heads, layer.num_key_value_heads
         whole = of_carried[layer.carried] if layer.carried else of_heads[kept]
         whole += float(np.interp(layer.intermediate_size, widths, of_width))
-        return whole if ranked is None else whole + ranked.added(layer)
+        return whole if ranked is None else whole + ranked(layer)
 
     return lambda stack: sum(map(of_layer, stack.layers))
 
@@ -127,35 +127,29 @@ def _head_sizes(model: Model) -> list[tuple[int, int]]:
     return list(found)
 
 
-class _RankedSeconds:
-    """The seconds that low rank adds to linears; they are negative where it pays.
+def _ranked_seconds(
+    model: Model,
+    machine: Machine,
+    tensors: Tensors,
+    sequence_length: int,
+    coordinates: Coordinates,
+    timings: Timings,
+) -> Callable[[LayerShape], float]:
+    """Return a function from a layer to the seconds that its linears' ranks add; they are negative where these pay.
 
     A linear `(m, n)` of rank r takes `a + b r (n − r) + c r m`, and a whole one `a + c n m`. Least squares find the
     numbers from `RANKS` ranks and two numbers of rows.
     """
+    stack = model.family.stack
+    writers = [attention.out for attention in stack.attentions]
+    weights = [tensors[f"{linear}.weight"] for linear in (*writers, stack.ffn.up)]
+    by_inputs = {weight.shape[1]: weight for weight in weights}  # one number of inputs is measured once
+    of_inputs = {
+        inputs: _fitted_ranks(uploaded(weight, machine.device).to(machine.dtype), sequence_length, coordinates, timings)
+        for inputs, weight in by_inputs.items()
+    }
 
-    def __init__(
-        self,
-        model: Model,
-        machine: Machine,
-        tensors: Tensors,
-        sequence_length: int,
-        coordinates: Coordinates,
-        timings: Timings,
-    ) -> None:
-        stack = model.family.stack
-        writers = [attention.out for attention in stack.attentions]
-        weights = [tensors[f"{linear}.weight"] for linear in (*writers, stack.ffn.up)]
-        by_inputs = {weight.shape[1]: weight for weight in weights}  # one number of inputs is measured once
-        self._of_inputs = {
-            inputs: _fitted_ranks(
-                uploaded(weight, machine.device).to(machine.dtype), sequence_length, coordinates, timings
-            )
-            for inputs, weight in by_inputs.items()
-        }
-
-    def added(self, layer: LayerShape) -> float:
-        """Return the seconds that the ranks of a layer's linears add."""
+    def added(layer: LayerShape) -> float:
         values = layer.num_attention_heads * layer.value_size
         scores = (layer.num_attention_heads + layer.num_key_value_heads) * layer.query_key_size
         linears = (
@@ -164,7 +158,9 @@ class _RankedSeconds:
             (layer.gate_rank, layer.intermediate_size, layer.middle_size),
             (layer.up_rank, layer.intermediate_size, layer.middle_size),
         )
-        return sum(self._of_inputs[inputs](rank, rows) for rank, rows, inputs in linears if rank)
+        return sum(of_inputs[inputs](rank, rows) for rank, rows, inputs in linears if rank)
+
+    return added
 
 
 def _fitted_ranks(
