@@ -7,7 +7,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -36,19 +36,14 @@ def expanded(tasks: Sequence[str]) -> list[str]:
 def task_config(name: str) -> dict[str, Any]:
     """Return lm-eval's config of a built-in task, whose documents are read from the package."""
     config: dict[str, Any] = yaml.safe_load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
-    return config | {"custom_dataset": _Documents(FOLDER / f"{name}.jsonl")}
+    return config | {"custom_dataset": partial(_documents, FOLDER / f"{name}.jsonl")}
 
 
-class _Documents:
-    """Make the split `test` of the JSON lines of a file, without a copy in the cache of `datasets`."""
+def _documents(path: Path, /, **metadata: Any) -> dict[str, Any]:
+    """Return the split `test` of the JSON lines of a file, without a copy in the cache of `datasets`."""
+    from datasets import Dataset
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __call__(self, **metadata: Any) -> dict[str, Any]:
-        from datasets import Dataset
-
-        return {"test": Dataset.from_list(list(map(json.loads, self._path.read_text(encoding="utf-8").splitlines())))}
+    return {"test": Dataset.from_list(list(map(json.loads, path.read_text(encoding="utf-8").splitlines())))}
 
 
 NAMED = re.compile(rb"^(?:task|group|tag): *[\"']?([\w.-]+)[\"']? *$", re.MULTILINE)
