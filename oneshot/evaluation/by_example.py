@@ -10,12 +10,12 @@ from oneshot.checkpoint import Checkpoint
 from oneshot.config import EvaluationOptions
 from oneshot.errors import CalibrationError, ConfigError
 from oneshot.evaluation.comparison import Evaluation, TextRecord
-from oneshot.evaluation.examples import Examples, Reading, examples_record
+from oneshot.evaluation.examples import Examples, Reading
 from oneshot.evaluation.kinds import EXAMPLES, Kind, load_as
 from oneshot.evaluation.models import refuse_other_tokenizers, sizes_of
 from oneshot.export import stated_shape
 from oneshot.families import FAMILIES
-from oneshot.text import load_tokenizer
+from oneshot.text import load_tokenizer, token_hash
 
 EXAMPLES_TOGETHER = 8  # unless a batch size is given
 
@@ -55,7 +55,8 @@ def evaluate_examples(
     examples = {source: EXAMPLES[kind].read(source, reading) for source in sources}
     tokens = (token for read in examples.values() for token in read.known)
     refuse_other_tokenizers(names, checkpoints, tokenizer, tokens)
-    records = {source: examples_record(read.count, read.tokens) for source, read in examples.items()}
+    hashes = {source: token_hash(torch.tensor(read.tokens, dtype=torch.int64)) for source, read in examples.items()}
+    records = {name: TextRecord(read.count, len(read.tokens), hashes[name]) for name, read in examples.items()}
     measures: dict[int, dict[str, dict[str, float]]] = {}
     dense: dict[str, Any] = dict.fromkeys(sources)
     last, batch_size = len(checkpoints) - 1, asked.batch_size or EXAMPLES_TOGETHER

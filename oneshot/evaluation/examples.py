@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 from oneshot.errors import CalibrationError
-from oneshot.evaluation.comparison import TextRecord
 from oneshot.report.display import progress_bar
-from oneshot.text import encode, padded, read_rows, token_hash, whole_letters
+from oneshot.text import encode, padded, read_rows, whole_letters
 
 
 @dataclass(frozen=True)
@@ -153,8 +152,3 @@ class Examples(ABC):
     @abstractmethod
     def numbers(self, prediction: Any, dense: Any) -> dict[str, float]:
         """Return the numbers of a prediction; `dense`: the baseline's prediction, or None."""
-
-
-def examples_record(count: int, tokens: Sequence[int]) -> TextRecord:
-    """Return the record of so many examples with these tokens."""
-    return TextRecord(count, len(tokens), token_hash(torch.tensor(tokens, dtype=torch.int64)))
