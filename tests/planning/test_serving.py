@@ -1,5 +1,6 @@
 """Sizes that `--serve` asks for, against the linears that GPUs would share; what no size can obey is refused first."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,7 +38,7 @@ def grid_for(serve: str, form: Any = None, **sizes: int) -> Grid:
     checkpoint = SimpleNamespace(config=config.to_dict())
     model: Any = SimpleNamespace(family=LLAMA, shape=shape, checkpoint=checkpoint)
     grid: Grid = (form or PerLayerForm()).grid(model)
-    return Grid(**vars(grid) | {"serving": Serving.of(serve)})
+    return replace(grid, serving=Serving.of(serve))
 
 
 def random_damages(shape: ModelShape, seed: int) -> Damages:
