@@ -1,6 +1,6 @@
 """Sizes of its own for every layer: what each sublayer may be, and the choice of least predicted damage."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import chain, product
@@ -23,8 +23,9 @@ from oneshot.planning.vocabulary import table_options
 from oneshot.serving import ANY
 
 HALVES: tuple[Half, Half] = ("ffn", "attention")
-Tables = dict[Table, list["Item"]]  # what every range of the vocabulary may be, of the tables that have ranges
+Prices = dict[Table, torch.Tensor]  # what ranks of ranges of the vocabulary lose, of the tables that have ranges
 Choice = tuple[list[Fields], np.ndarray]  # what it may be, and the damage of each in every layer, `(layers, members)`
+HALVINGS = 5  # between two prices of a table
 NO_HEADS: Fields = {"num_attention_heads": 0, "num_key_value_heads": 0, "query_key_size": None, "value_size": None}
 
 
@@ -55,6 +56,29 @@ class Item:
         return [choice[place] for choice, place in zip(self.choices, places, strict=True)]
 
 
+@dataclass(frozen=True)
+class Ranges:
+    """List what every range of the vocabulary of a table may be, and its cost in the budget's unit above the plan."""
+
+    options: Sequence[Sequence[TableShape]]
+    costs: Sequence[np.ndarray]
+
+    def items(self, lost: torch.Tensor) -> list[Item]:
+        """Return an item of every range at a price: `lost (ranges, D + 1)` by rank."""
+        damages = [row[[one.rank for one in tables]].numpy() for row, tables in zip(lost, self.options, strict=True)]
+        return [Item.of([tables], *one) for tables, *one in zip(self.options, damages, self.costs, strict=True)]
+
+
+@dataclass(frozen=True)
+class Solution:
+    """State the members of least damage at `prices`, of sublayers before ranges, and what they truly lose together."""
+
+    prices: Prices
+    members: Sequence[Sequence[Any]]
+    tables: dict[Table, tuple[TableShape, ...]]
+    damage: float
+
+
 def with_own_sizes(problem: Problem, plan: Plan, filled: frozenset[int] = frozenset()) -> Plan:
     """Return each layer's own sizes with the least sum of damages within the budget (`linalg.allocation`).
 
@@ -65,24 +89,39 @@ def with_own_sizes(problem: Problem, plan: Plan, filled: frozenset[int] = frozen
     """
     grid, budget, total = problem.grid, problem.budget, problem.measure(plan)
     # 1. What every sublayer of every layer, and every range of the vocabulary, may be
-    sublayers, several = _sublayer_items(problem, plan, filled), _table_items(problem, plan)
+    sublayers, ranges = _sublayer_items(problem, plan, filled), _ranges(problem, plan)
     halves, left = [*sublayers.values()], budget.target - total
-    # 2. One option of each, at every price of every table; one that stays needs no places of tokens
-    items = [[*halves, *chain(*tables.values())] for tables in several]
-    solved = [least_damage([item.damages for item in one], [item.costs for item in one], left) for one in items]
-    found = [(tables, chosen) for tables, chosen in zip(several, solved, strict=True) if chosen is not None]
+
+    def items_at(prices: Prices) -> list[Item]:
+        return [*halves, *chain.from_iterable(ranges[table].items(lost) for table, lost in prices.items())]
+
+    def solved(prices: Prices) -> Solution | None:
+        items = items_at(prices)
+        chosen = least_damage([item.damages for item in items], [item.costs for item in items], left)
+        if chosen is None:
+            return None
+        members = [item.members(option) for item, option in zip(items, chosen, strict=True)]
+        of_ranges = iter(members[len(halves) :])
+        tables = {table: tuple(next(of_ranges)[0] for _ in ranges[table].costs) for table in prices}
+        lost = sum(float(item.damages[option]) for item, option in zip(halves, chosen, strict=False))
+        return Solution(prices, members, tables, lost + damage_of_tables(tables, problem.known_damages))
+
+    # 2. One option of each, at every price of every table, or with the whole table; then between prices
+    lines = [[None, *problem.known_damages[table]] for table in ranges]
+    several: list[Prices] = [
+        {table: lost for table, lost in zip(ranges, of_tables, strict=True) if lost is not None}
+        for of_tables in product(*lines)
+    ]
+    found = [one for one in map(solved, several) if one is not None]
     if not found:
-        raise OutOfReachError(budget, total + min(sum(float(item.costs.min()) for item in one) for one in items))
-
-    def damage(tables: Tables, chosen: Sequence[int]) -> float:
-        ranges = _ranges(tables, chosen[len(halves) :])
-        return _damage(halves, chosen) + damage_of_tables(ranges, problem.known_damages)
-
-    tables, chosen = min(found, key=lambda one: damage(*one))
-    members = [item.members(option) for item, option in zip(halves, chosen, strict=False)]
+        least = min(sum(float(item.costs.min()) for item in items_at(prices)) for prices in several)
+        raise OutOfReachError(budget, total + least)
+    best = min(found, key=lambda one: one.damage)
+    for table in best.prices:
+        best = _between_prices(best, table, problem.known_damages[table], solved)
     # 3. The plan that states them
     layers = list(plan.layers)
-    for (layer, _), of_choices in zip(sublayers, members, strict=False):
+    for (layer, _), of_choices in zip(sublayers, best.members, strict=False):
         layers[layer] = replace(layers[layer], **reduce(dict.__or__, of_choices))
     if not any(layers[layer].num_attention_heads for layer in plan.kept_layers if grid.family.attends(layer)):
         raise PlanError("The target leaves no attention in any layer; ask for a smaller --sparsity.")
@@ -93,21 +132,35 @@ def with_own_sizes(problem: Problem, plan: Plan, filled: frozenset[int] = frozen
     lacking = grid.serving.pp - (len(plan.kept_layers) - len(gone))
     if gone and lacking > 0:
         return with_own_sizes(problem, plan, filled.union(gone[-lacking:]))
-    ranges = _ranges(tables, chosen[len(halves) :])
+    tables = best.tables
     return replace(
-        plan, layers=tuple(layers), embedding=ranges.get("embedding", ()), output_head=ranges.get("output_head", ())
+        plan, layers=tuple(layers), embedding=tables.get("embedding", ()), output_head=tables.get("output_head", ())
     )
 
 
-def _ranges(tables: Tables, chosen: Sequence[int]) -> dict[Table, tuple[TableShape, ...]]:
-    """Return the chosen ranges of the vocabulary of every table that has some."""
-    left = iter(chosen)
-    return {table: tuple(item.members(next(left))[0] for item in items) for table, items in tables.items()}
+def _between_prices(
+    best: Solution, table: Table, lines: torch.Tensor, solved: Callable[[Prices], Solution | None]
+) -> Solution:
+    """Return the solution of least damage at weighted means of two prices of a table, or `best`.
 
+    A table costs the largest of its sums at all `lines (prices, ranges, D + 1)`. If that is not the one at the price
+    that `best` is for, the best ranks are nearly those at which the two are equal.
+    """
 
-def _damage(items: Sequence[Item], chosen: Sequence[int]) -> float:
-    """Return the sum of what the chosen options lose."""
-    return sum(float(item.damages[option]) for item, option in zip(items, chosen, strict=False))
+    def total(line: torch.Tensor, solution: Solution) -> float:
+        ranks = [one.rank for one in solution.tables[table]]
+        return float(line[range(len(ranks)), ranks].sum())
+
+    start, own = best.prices, best.prices[table]
+    other = max(lines, key=lambda line: total(line, best))
+    low, high = 0.0, 1.0  # of the other price's weight
+    for _ in range(HALVINGS if total(other, best) > total(own, best) else 0):
+        weight = (low + high) / 2
+        found = solved(start | {table: torch.lerp(own, other, weight)})
+        assert found is not None, "what options cost does not depend on the price"
+        best = min(best, found, key=lambda one: one.damage)
+        low, high = (weight, high) if total(other, found) > total(own, found) else (low, weight)
+    return best
 
 
 def _sublayer_items(problem: Problem, plan: Plan, filled: frozenset[int]) -> dict[tuple[int, Half], Item]:
@@ -139,20 +192,17 @@ def _sublayer_items(problem: Problem, plan: Plan, filled: frozenset[int]) -> dic
     return {(layer, half): items[layer, half] for layer in plan.kept_layers for half in HALVES}
 
 
-def _table_items(problem: Problem, plan: Plan) -> list[Tables]:
-    """Return what every range of the vocabulary may be: each table whole, or at any of its prices."""
+def _ranges(problem: Problem, plan: Plan) -> dict[Table, Ranges]:
+    """Return what every range of the vocabulary may be, of the tables that can have ranges and whose damages are known.
+
+    One that stays whole needs no places of tokens.
+    """
     tables = [table for table in problem.reduced_tables if table in problem.known_damages]
-    prices = [[None, *_priced_ranges(problem, plan, table)] for table in tables]
-    return [
-        {table: items for table, items in zip(tables, of_tables, strict=True) if items is not None}
-        for of_tables in product(*prices)
-    ]
+    return {table: _ranges_of(problem, plan, table) for table in tables}
 
 
-def _priced_ranges(problem: Problem, plan: Plan, name: Table) -> list[list[Item]]:
-    """Return what every range of the vocabulary of a table may be at every price."""
-    damages = problem.known_damages[name]
-    ranges = table_options(damages[0], problem.grid.shape.vocab_size)
+def _ranges_of(problem: Problem, plan: Plan, name: Table) -> Ranges:
+    ranges = table_options(problem.known_damages[name][0], problem.grid.shape.vocab_size)
     measure, stack, whole = problem.budget.measure, problem.grid.stack(plan), [one[-1] for one in ranges]
 
     def measured(tables: Sequence[TableShape]) -> float:
@@ -161,13 +211,11 @@ def _priced_ranges(problem: Problem, plan: Plan, name: Table) -> list[list[Item]
 
     total = measured(whole)
     places = (total - measure(stack)) / len(ranges)  # which a plan has for all ranges or for none
-    prices: list[list[Item]] = [[] for _ in damages]
-    for index, tables in enumerate(ranges):
-        stacks = [measured((*whole[:index], table, *whole[index + 1 :])) for table in tables]
-        costs, ranks = np.array(stacks) - total + places, [one.rank for one in tables]
-        for items, lost in zip(prices, damages, strict=True):
-            items.append(Item.of([tables], lost[index, ranks].numpy(), costs))
-    return prices
+    stacks = [
+        [measured((*whole[:index], table, *whole[index + 1 :])) for table in tables]
+        for index, tables in enumerate(ranges)
+    ]
+    return Ranges(ranges, [np.array(of_range) - total + places for of_range in stacks])
 
 
 def _ffn_choices(problem: Problem, plan: Plan, layer: int, *, must_stay: bool) -> list[Choice]:
