@@ -507,6 +507,45 @@ def test_an_embedding_costs_what_its_probes_measured() -> None:
     assert damage_of_tables({"embedding": [TableShape(10, 8)] * 8}, damages) == 0
 
 
+def test_a_plan_lies_where_the_price_of_an_embedding_changes() -> None:
+    """Two ranges may shrink. Compare with every combination, and with the best ones at either price alone."""
+    shape = ModelShape(2, 64, 64, 4, 4, 4, vocab_size=512, tied=True)
+    left = torch.linspace(1, 0, 65, dtype=torch.float64)
+    flat = torch.full((8, 65), torch.inf, dtype=torch.float64)
+    flat[-2:], flat[:, -1] = left**2, 0
+    lines = torch.stack((flat / 4, 3 * flat - 0.8 / 8))
+    damages = {
+        "ffn": torch.stack((left, left)) ** 2,
+        "heads": torch.zeros(2, 5),
+        "layers": torch.ones(2),
+        "embedding": lines,
+    }
+    grid, whole = per_layer_grid(shape), Plan((LayerPlan(64, 4, 4),) * 2, "kv-group")
+    whole_size = grid.stack(whole).stored_parameters()
+    target = whole_size - 12_000
+    widths, ranks = range(4, 65, 4), [*range(4, 59, 4), 64]
+    of_layers = [
+        replace(whole, layers=tuple(LayerPlan(width, 4, 4) for width in pair))
+        for pair in itertools.product(widths, widths)
+    ]
+    of_tables = [
+        replace(whole, embedding=tuple(TableShape(64, rank) for rank in (*(64,) * 6, *pair)))
+        for pair in [*itertools.product(ranks, ranks)][:-1]
+    ] + [whole]
+
+    def sums(prices: torch.Tensor) -> np.ndarray:
+        counted = damages | {"embedding": prices}
+        return np.add.outer(*([predicted_damage(plan, counted) for plan in plans] for plans in (of_layers, of_tables)))
+
+    stored = np.add.outer(*([grid.stack(p).stored_parameters() for p in plans] for plans in (of_layers, of_tables)))
+    fits, lost = stored - whole_size <= target, sums(lines)
+    at_one_price = [lost[fits][sums(line.unsqueeze(0))[fits].argmin()] for line in lines]
+    problem = problem_of(grid, target, damages, round_to=4, heads="none", embedding="low-rank")
+    found = predicted_damage(reduced(problem, whole), damages)
+    assert found < 0.9 * min(at_one_price)
+    assert found == pytest.approx(lost[fits].min(), rel=0.02)
+
+
 def test_a_family_with_fixed_heads(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
     """Check that OPT, whose heads all stay, is planned and predicted by its FFN alone."""
     report = compress(make_config(make_checkpoint(family="opt", groups=4), form="per-layer", sparsity=0.1, round_to=1))
