@@ -231,9 +231,14 @@ class Method:
         return self.ranks == "sensitivity"
 
     @property
+    def takes_pivots(self) -> bool:
+        """Return whether neurons are chosen by pivots."""
+        return self.ffn == "id"
+
+    @property
     def may_weigh_output(self) -> bool:
         """Return whether output curvature can weigh what is chosen: neurons by pivots of the exact Gram."""
-        return self.ffn == "id" and self.sketch == "none" and not self.slices
+        return self.takes_pivots and self.sketch == "none" and not self.slices
 
     @property
     def weighs_output(self) -> bool:

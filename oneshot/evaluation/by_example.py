@@ -46,10 +46,11 @@ def evaluate_examples(
         reason = EXAMPLES[kind].reason_against(checkpoint.config)
         if sources and reason is not None:
             raise ConfigError(f"{name} {reason}")
-    if sources and kind == "classification":
-        _refuse_other_order(names, checkpoints)
-    tokenizer = load_tokenizer(checkpoints[0].folder)
+        reason = EXAMPLES[kind].reason_against_comparing(checkpoints[0].config, checkpoint.config)
+        if sources and reason is not None:
+            raise ConfigError(f"{names[0]} and {name} {reason}")
     first = checkpoints[0]
+    tokenizer = load_tokenizer(first.folder)
     longest = _longest(checkpoints, tokenizer, asked.sequence_length)
     reading = Reading(tokenizer, longest, asked.max_windows, first.config, first.folder)
     examples = {source: EXAMPLES[kind].read(source, reading) for source in sources}
@@ -72,20 +73,6 @@ def evaluate_examples(
         _evaluation(name, checkpoint, measures[place], records)
         for place, (name, checkpoint) in enumerate(zip(names, checkpoints, strict=True))
     ]
-
-
-def _refuse_other_order(names: Sequence[str], checkpoints: Sequence[Checkpoint]) -> None:
-    """Raise `ConfigError` if two classifiers have the same classes in another order: numbers would be other classes."""
-    first, *others = [
-        {str(number): str(label).lower() for number, label in (one.config.get("id2label") or {}).items()}
-        for one in checkpoints
-    ]
-    for name, classes in zip(names[1:], others, strict=True):
-        if classes != first and sorted(classes.values()) == sorted(first.values()):
-            raise ConfigError(
-                f"{names[0]} and {name} have the same classes in another order (id2label), so their outputs cannot be "
-                "compared; give models of one order, or evaluate each alone."
-            )
 
 
 @torch.inference_mode()

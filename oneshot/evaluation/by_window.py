@@ -62,7 +62,7 @@ def evaluate_windows(
     built-in text.
 
     Args:
-        names: what the checkpoints are called.
+        names: labels of the checkpoints.
 
     Raises `CheckpointError`, `CalibrationError` and `ConfigError`.
     """

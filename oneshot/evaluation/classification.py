@@ -50,6 +50,20 @@ class Classification(Examples):
         )
 
     @classmethod
+    def reason_against_comparing(cls, first: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
+        """Return that both have the same classes in another order, so that their numbers are of others; or None."""
+        classes, others = (
+            {str(number): str(label).lower() for number, label in (config.get("id2label") or {}).items()}
+            for config in (first, other)
+        )
+        if classes == others or sorted(classes.values()) != sorted(others.values()):
+            return None
+        return (
+            "have the same classes in another order (id2label), so their outputs cannot be compared; give models of "
+            "one order, or evaluate each alone."
+        )
+
+    @classmethod
     def read(cls, source: str, reading: Reading) -> "Classification":
         classes = {str(name): int(number) for number, name in reading.config.get("id2label", {}).items()}
         count = len(classes) or 2

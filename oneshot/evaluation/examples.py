@@ -126,6 +126,11 @@ class Examples(ABC):
         return None
 
     @classmethod
+    def reason_against_comparing(cls, first: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
+        """Return why the outputs of models of two configs mean different things; None if they do not."""
+        return None
+
+    @classmethod
     @abstractmethod
     def read(cls, source: str, reading: Reading) -> "Examples":
         """Read the examples of a source. Raises `CalibrationError`."""

@@ -115,9 +115,13 @@ def damage_of_tables(tables: Mapping[Table, Sequence[TableShape]], damages: Dama
     """Return what tables cost whose ranges of the vocabulary have these ranks."""
     total = 0.0
     for name, ranges in tables.items():
-        ranks = [each.rank for each in ranges]
-        total += float(damages[name][:, range(len(ranks)), ranks].sum(1).max())
+        total += float(sums_of_ranges(damages[name], ranges).max())
     return total
+
+
+def sums_of_ranges(damages: torch.Tensor, ranges: Sequence[TableShape]) -> torch.Tensor:
+    """Return what a table loses at every price, `(prices,)`; `damages`: of ranges, `(prices, ranges, D + 1)`."""
+    return damages[:, range(len(ranges)), [one.rank for one in ranges]].sum(1)
 
 
 def error_damages(profile: Profile, _: Grid) -> Damages:

@@ -14,7 +14,7 @@ from oneshot.architecture import Attention, Experts, FeedForward, LayerShape, Mo
 from oneshot.errors import PlanError
 from oneshot.linalg.allocation import least_damage
 from oneshot.planning.budget import OutOfReachError
-from oneshot.planning.damages import damage_of_tables
+from oneshot.planning.damages import damage_of_tables, sums_of_ranges
 from oneshot.planning.options import Fields, expert_counts, head_sizes, inner_sizes, rank_options
 from oneshot.planning.plan import Plan
 from oneshot.planning.problem import Problem
@@ -146,20 +146,23 @@ def _between_prices(
     A table costs the largest of its sums at all `lines (prices, ranges, D + 1)`. If that is not the one at the price
     that `best` is for, the best ranks are nearly those at which the two are equal.
     """
-
-    def total(line: torch.Tensor, solution: Solution) -> float:
-        ranks = [one.rank for one in solution.tables[table]]
-        return float(line[range(len(ranks)), ranks].sum())
-
     start, own = best.prices, best.prices[table]
-    other = max(lines, key=lambda line: total(line, best))
+    other = lines[int(sums_of_ranges(lines, best.tables[table]).argmax())]
+    both = torch.stack((own, other))
+
+    def is_beyond(solution: Solution) -> bool:
+        of_own, of_other = sums_of_ranges(both, solution.tables[table]).tolist()
+        return bool(of_other > of_own)
+
+    if not is_beyond(best):
+        return best
     low, high = 0.0, 1.0  # of the other price's weight
-    for _ in range(HALVINGS if total(other, best) > total(own, best) else 0):
+    for _ in range(HALVINGS):
         weight = (low + high) / 2
         found = solved(start | {table: torch.lerp(own, other, weight)})
         assert found is not None, "what options cost does not depend on the price"
         best = min(best, found, key=lambda one: one.damage)
-        low, high = (weight, high) if total(other, found) > total(own, found) else (low, weight)
+        low, high = (weight, high) if is_beyond(found) else (low, weight)
     return best
 
 
@@ -193,10 +196,7 @@ def _sublayer_items(problem: Problem, plan: Plan, filled: frozenset[int]) -> dic
 
 
 def _ranges(problem: Problem, plan: Plan) -> dict[Table, Ranges]:
-    """Return what every range of the vocabulary may be, of the tables that can have ranges and whose damages are known.
-
-    One that stays whole needs no places of tokens.
-    """
+    """Return what every range of the vocabulary may be, of the tables that can have some, if its damages are known."""
     tables = [table for table in problem.reduced_tables if table in problem.known_damages]
     return {table: _ranges_of(problem, plan, table) for table in tables}
 

@@ -99,12 +99,12 @@ def refuse_idle(grid: "Grid", method: Method, config: Config) -> None:
     of_values = "needs smaller values in the heads (value_size, inner_rate or inner_sizes)"
     of_hidden = "needs a smaller hidden size (hidden)"
     of_dense = "needs correction=two-stream"
-    of_pivots, takes_pivots = "needs neurons chosen by pivots (ffn)", method.ffn == "id"
-    by_groups = takes_pivots and method.pivoting in ("grouped", "tournament")
+    of_pivots = "needs neurons chosen by pivots (ffn)"
+    by_groups = method.takes_pivots and method.pivoting in ("grouped", "tournament")
     acting: dict[str, tuple[bool, str]] = {
-        "sketch": (takes_pivots, of_pivots),
-        "pivoting": (takes_pivots, of_pivots),
-        "sketch_size": (takes_pivots and method.sketch != "none", "needs pivots of a sketch (sketch)"),
+        "sketch": (method.takes_pivots, of_pivots),
+        "pivoting": (method.takes_pivots, of_pivots),
+        "sketch_size": (method.takes_pivots and method.sketch != "none", "needs pivots of a sketch (sketch)"),
         "pivot_group_size": (by_groups, "needs pivots of groups (pivoting)"),
         "head_unit": (method.reduces_heads or config.profile is not None, "needs a selector of heads (heads)"),
         "layer_allocation": (
