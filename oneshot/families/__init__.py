@@ -1,6 +1,6 @@
 """Model families: odd ones have a file each, short ones are in `llamas`, `layer_norms` and `other_mixtures`.
 
-To add one: a `Description`; a new file is also named in `reading.MODULES`.
+To add one: a `Description`, and its name in `reading.FAMILIES`.
 """
 
 from oneshot.families.bert import BERT

@@ -4,37 +4,93 @@ from typing import Any
 
 from oneshot.architecture.description import Description, stated_class
 from oneshot.errors import CheckpointError
-from oneshot.families import (
-    bert,
-    deepseek,
-    falcon,
-    falcon_h1,
-    gemma3,
-    gemma4,
-    glm4_moe,
-    gpt2,
-    gpt_neox,
-    granite_hybrid,
-    layer_norms,
-    lfm2,
-    llama,
-    llamas,
-    mixtures,
-    modernbert,
-    opt,
-    other_mixtures,
-    qwen3_next,
-    t5,
-)
+from oneshot.families import layer_norms, llamas, mixtures, other_mixtures
+from oneshot.families.bert import BERT, CAMEMBERT, DISTILBERT, ELECTRA, ROBERTA, XLM_ROBERTA
+from oneshot.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from oneshot.families.falcon import FALCON
+from oneshot.families.falcon_h1 import FALCON_H1
+from oneshot.families.gemma3 import GEMMA2, GEMMA3
+from oneshot.families.gemma4 import GEMMA4
+from oneshot.families.glm4_moe import GLM4_MOE
+from oneshot.families.gpt2 import GPT2, GPT_BIGCODE
+from oneshot.families.gpt_neox import GPT_NEOX
+from oneshot.families.granite_hybrid import GRANITE_HYBRID
+from oneshot.families.lfm2 import LFM2, LFM2_MOE
+from oneshot.families.llama import LLAMA
+from oneshot.families.modernbert import MODERNBERT
+from oneshot.families.opt import OPT
+from oneshot.families.qwen3_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from oneshot.families.refusals import UnknownFamilyError, refuse_recurrent
+from oneshot.families.t5 import MT5, T5
 from oneshot.families.wrappers import ONLY_INSIDE, OTHER_NAMES, WRAPPERS, text_of, within_wrapper
 
-MODULES = (
-    *(llama, llamas, gemma3, gemma4, layer_norms, falcon, gpt2, gpt_neox, falcon_h1, granite_hybrid, lfm2, qwen3_next),
-    *(mixtures, glm4_moe, deepseek, other_mixtures, opt, bert, modernbert, t5),
+DESCRIPTIONS = (
+    LLAMA,
+    llamas.MISTRAL,
+    llamas.QWEN2,
+    llamas.QWEN3,
+    llamas.PHI3,
+    llamas.GEMMA,
+    GEMMA2,
+    GEMMA3,
+    GEMMA4,
+    llamas.ARCEE,
+    layer_norms.COHERE,
+    layer_norms.COHERE2,
+    llamas.CWM,
+    llamas.ERNIE4_5,
+    llamas.EXAONE4,
+    FALCON,
+    llamas.GLM,
+    llamas.GLM4,
+    GPT2,
+    GPT_BIGCODE,
+    GPT_NEOX,
+    llamas.GRANITE,
+    llamas.HELIUM,
+    llamas.HUNYUAN,
+    llamas.MINISTRAL,
+    llamas.MINISTRAL3,
+    layer_norms.NEMOTRON,
+    FALCON_H1,
+    GRANITE_HYBRID,
+    LFM2,
+    LFM2_MOE,
+    QWEN3_5,
+    QWEN3_5_MOE,
+    QWEN3_NEXT,
+    llamas.OLMO2,
+    llamas.OLMO3,
+    llamas.SEED_OSS,
+    llamas.SMOLLM3,
+    layer_norms.STABLELM,
+    layer_norms.STARCODER2,
+    mixtures.QWEN3_MOE,
+    mixtures.QWEN2_MOE,
+    mixtures.MIXTRAL,
+    mixtures.OLMOE,
+    mixtures.GRANITE_MOE,
+    GLM4_MOE,
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    other_mixtures.GPT_OSS,
+    other_mixtures.GLM4_MOE_LITE,
+    other_mixtures.MINIMAX_M2,
+    other_mixtures.DOTS1,
+    other_mixtures.SOLAR_OPEN,
+    layer_norms.PHI,
+    OPT,
+    BERT,
+    DISTILBERT,
+    ROBERTA,
+    XLM_ROBERTA,
+    CAMEMBERT,
+    ELECTRA,
+    MODERNBERT,
+    T5,
+    MT5,
 )
-DESCRIPTIONS = [one for module in MODULES for one in vars(module).values() if isinstance(one, Description)]
-FAMILIES = {one.model_type: one for one in (*DESCRIPTIONS, *WRAPPERS) if one.model_type not in ONLY_INSIDE}
+FAMILIES = {family.model_type: family for family in (*DESCRIPTIONS, *WRAPPERS)}
 
 
 def find_family(config: dict[str, Any]) -> Description:
@@ -70,7 +126,7 @@ def _wrapped(wrapper: Description, config: dict[str, Any]) -> Description:
     stated = str(config.get("model_type", wrapper.model_type))
     known = FAMILIES | ONLY_INSIDE
     text = known.get(OTHER_NAMES.get(stated, stated), wrapper if stated == wrapper.model_type else None)
-    if text is None or (text is not wrapper and (text.classes or text.stack.layers != llama.STACK.layers)):
+    if text is None or (text is not wrapper and (text.classes or text.stack.layers != LLAMA.stack.layers)):
         raise CheckpointError(
             f"The language model of this {wrapper.model_type} is of the type {stated[:100]}, which is not supported "
             "here; give a model with another one."

@@ -63,7 +63,7 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
         ({"model_type": "granitemoehybrid", "num_local_experts": 8}, ("granitemoehybrid", "num_experts_per_tok")),
         ({"model_type": "lfm2", "layer_types": ["conv", "rwkv"]}, ("layer_types 'rwkv'", "conv, full_attention")),
         ({"model_type": "removed"}, ("(none)",)),
-        ({"model_type": "phimoe"}, ("phimoe", "mixture of experts", "qwen3_moe, mixtral, olmoe", "qwen2_moe")),
+        ({"model_type": "phimoe"}, ("phimoe", "mixture of experts", "qwen3_moe, qwen2_moe, mixtral")),
         ({"model_type": "mixtral"}, ("num_experts", "mixtral")),
         ({"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 3}, ("passes 3",)),
         ({"model_type": "qwen3_moe", "mlp_only_layers": [0, 1], **EXPERTS}, ("no layer with experts",)),
