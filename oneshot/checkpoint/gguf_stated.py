@@ -9,7 +9,7 @@ from oneshot.checkpoint.gguf_architectures import ARCHITECTURES
 from oneshot.checkpoint.gguf_config import HEAD_SIZES, TOKENS, config_of, size_names
 from oneshot.checkpoint.gguf_file import GgufTensor
 from oneshot.checkpoint.gguf_rotary import reason_against_rotary, rotary_metadata
-from oneshot.checkpoint.stock import complete_config
+from oneshot.checkpoint.stock import complete_config, entries_of_all_classes
 from oneshot.families import FAMILIES
 
 # entries of a config.json that change nothing that a model computes
@@ -41,8 +41,6 @@ def reason_against_stating(name: str, config: Mapping[str, Any]) -> str | None:
 
     What is stated is read again as any file is, so both tables are compared.
     """
-    from transformers import PretrainedConfig
-
     wanted, architecture = complete_config(dict(config)), ARCHITECTURES[name]
     if (reason := reason_against_rotary(architecture.rotary(wanted))) is not None:
         return f"rope_parameters: {reason}"
@@ -55,9 +53,9 @@ def reason_against_stating(name: str, config: Mapping[str, Any]) -> str | None:
     tensors = {"token_embd.weight": GgufTensor((wanted["vocab_size"], wanted["hidden_size"]), "F32", 0, 0)}
     if not wanted["tie_word_embeddings"]:
         tensors["output.weight"] = tensors["token_embd.weight"]
-    no_table = np.empty(0)  # of factors, which no such file has
-    read = complete_config(config_of(architecture, metadata, tensors, lambda _: no_table))
-    silent = {*SILENT, *PretrainedConfig().to_dict()}  # and what the config of every class has
+    no_tables: dict[str, np.ndarray] = {}  # of factors
+    read = complete_config(config_of(architecture, metadata, tensors, no_tables.__getitem__))
+    silent = {*SILENT, *entries_of_all_classes()}
     if "sliding_attention" not in wanted.get("layer_types", ()):
         silent.add("sliding_window")
     for entry in sorted((wanted.keys() & read.keys()) - silent):

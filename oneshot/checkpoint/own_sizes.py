@@ -19,7 +19,7 @@ from oneshot.architecture.stated_shapes import nemotron_nas_shape, per_layer_sha
 from oneshot.checkpoint.compressed import again
 from oneshot.checkpoint.low_rank import LowRank, multiplied
 from oneshot.checkpoint.reader import Checkpoint
-from oneshot.checkpoint.stock import complete_config, resized_config, settings_of_generation
+from oneshot.checkpoint.stock import complete_config, model_type_of, resized_config, settings_of_generation
 from oneshot.errors import CheckpointError, cause
 from oneshot.families import COMPRESSED, COMPRESSED_MODEL_TYPE, LLAMA, NAS_MODEL_TYPE, RESIZED_MODEL_TYPE, find_family
 
@@ -155,15 +155,13 @@ def _as_llama(config: dict[str, Any], stack: StackShape) -> dict[str, Any]:
 
 def _resized(config: dict[str, Any]) -> Stated:
     """Return the config of the family's class that the form's class is made from."""
-    import transformers
-
     own = {name: value for name, value in config.items() if name not in OF_RESIZED}
     stock = [str(name).removeprefix(PREFIX) for name in config["architectures"]]
     ranges = {table: config.get(f"{table}_ranges") or [] for table in TABLES}  # which grow with the vocabulary
     sizes = config["sizes"] | ranges | {"vocab_size": config["vocab_size"]}
     stack = resized_shape({"sizes": sizes})
     return own | {
-        "model_type": str(getattr(transformers, stock[0]).config_class.model_type),
+        "model_type": model_type_of(stock[0]),
         "architectures": stock,
         "tie_word_embeddings": stack.head == "tied",
     }, stack

@@ -106,6 +106,13 @@ def _opened_type(config_json: str) -> Any:
             return config.get("model_type")
 
 
+def model_type_of(name: str) -> str:
+    """Return the model type of transformers' model class of this name."""
+    import transformers
+
+    return str(getattr(transformers, name).config_class.model_type)
+
+
 def without_head(config: dict[str, Any]) -> str:
     """Return the name of the class of a config.json that has no head."""
     import transformers
@@ -180,6 +187,13 @@ def complete_config(config: dict[str, Any]) -> dict[str, Any]:
     """Return the config.json with the defaults of its class, and today's spellings."""
     complete: dict[str, Any] = _parsed(json.dumps(config)).to_dict()
     return complete
+
+
+def entries_of_all_classes() -> set[str]:
+    """Return the entries that the config of every class has, whatever its model computes."""
+    from transformers import PretrainedConfig
+
+    return set(PretrainedConfig().to_dict())
 
 
 def settings_of_generation(config: dict[str, Any]) -> dict[str, Any]:
