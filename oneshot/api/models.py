@@ -60,7 +60,7 @@ def save_model(model: Any, tokenizer: Any, folder: Path) -> Path:
             "an Auto class of transformers."
         )
     _refuse_other_modules(model, saved.config)
-    _tell_of_hooks(model)
+    _tell_of_changes(model)
     with _saving(), _without_bars():
         saved.save_pretrained(place)
     source = _folder_of(origin)
@@ -91,20 +91,27 @@ def _refuse_other_modules(model: Any, config: Any) -> None:
             )
 
 
-def _tell_of_hooks(model: Any) -> None:
-    """Warn of forward hooks other than transformers' own, which return what a module computes unchanged."""
-    hooked = [
-        name or type(module).__name__
-        for name, module in model.named_modules()
-        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-        if not str(getattr(hook, "__module__", "")).startswith("transformers.")
-    ]
-    if hooked:
-        logger.warning(
-            "The model has forward hooks (%s), which a checkpoint does not hold: the result is of the model without "
-            "them.",
-            ", ".join([*hooked[:3], *(["..."] if hooked[3:] else [])]),
-        )
+def _tell_of_changes(model: Any) -> None:
+    """Warn of what changes how modules compute and is in no checkpoint: forward hooks, and a `forward` of an object.
+
+    Those of transformers and accelerate leave what a module computes unchanged.
+    """
+    hooked, replaced = list[str](), list[str]()
+    for name, module in model.named_modules():
+        hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+        if any(not str(getattr(hook, "__module__", "")).startswith("transformers.") for hook in hooks):
+            hooked.append(name or type(module).__name__)
+        own = vars(module).get("forward", module.forward)
+        if getattr(own, "__func__", own) is not type(module).forward and not hasattr(module, "_hf_hook"):
+            replaced.append(name or type(module).__name__)
+    for what, names in (("forward hooks", hooked), ("forward methods of their own", replaced)):
+        if names:
+            logger.warning(
+                "Modules of the model have %s (%s), which a checkpoint does not hold: the result is of the model "
+                "without them.",
+                what,
+                ", ".join([*names[:3], *(["..."] if names[3:] else [])]),
+            )
 
 
 def _folder_of(origin: str) -> Path | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from damage import edit_config
 from datasets import Dataset
 from factories import MakeCheckpoint, build_model, topics
@@ -248,10 +249,27 @@ def test_forward_hooks_are_left_out_and_told_unless_transformers_made_them(
     model(torch.arange(4).unsqueeze(0), output_hidden_states=True)
     options: dict[str, Any] = {"tokenizer": tokenizer, "calibration": text_file, **SMALL, **SIZES}
     oneshot.compress(model, tmp_path / "plain", **options)
-    assert "forward hooks" not in caplog.text
+    assert "which a checkpoint does not hold" not in caplog.text
     model.model.layers[1].mlp.register_forward_hook(lambda module, inputs, output: 2 * output)
     oneshot.compress(model, tmp_path / "hooked", **options)
-    assert "The model has forward hooks (model.layers.1.mlp), which a checkpoint does not hold" in caplog.text
+    assert "have forward hooks (model.layers.1.mlp), which a checkpoint does not hold" in caplog.text
+
+
+def test_a_forward_of_an_object_is_left_out_and_told_unless_it_is_that_of_its_class(
+    tokenizer: Any, text_file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = build_model()
+    norm, mlp = model.model.norm, model.model.layers[0].mlp
+    add_hook_to_module(norm, ModelHook())
+    remove_hook_from_module(norm)
+    assert "forward" in vars(norm)
+    add_hook_to_module(model.model.layers[1], ModelHook())
+    options: dict[str, Any] = {"tokenizer": tokenizer, "calibration": text_file, **SMALL, **SIZES}
+    oneshot.compress(model, tmp_path / "plain", **options)
+    assert "which a checkpoint does not hold" not in caplog.text
+    mlp.forward = lambda states: 2 * type(mlp).forward(mlp, states)
+    oneshot.compress(model, tmp_path / "replaced", **options)
+    assert "have forward methods of their own (model.layers.0.mlp), which a checkpoint does not hold" in caplog.text
 
 
 def test_a_model_that_transformers_does_not_save_is_told_with_the_cause(tokenizer: Any, tmp_path: Path) -> None:
