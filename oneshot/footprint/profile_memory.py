@@ -7,8 +7,8 @@ from oneshot.footprint import expert_memory, terms
 from oneshot.footprint.terms import BATCH, DOUBLE, FLOAT, LENGTH, Stage, Term, computed, largest
 from oneshot.footprint.work import Work
 from oneshot.profiling.curvature import sequences_together
-from oneshot.profiling.embedding import PREDICTED_SEQUENCES, PROBE_SHARES, TABLE_PROBES
-from oneshot.profiling.probes import num_probes, probe_sequences
+from oneshot.profiling.embedding import PREDICTED_SEQUENCES, PROBE_SHARES
+from oneshot.profiling.probes import num_probes
 
 Terms = tuple[Term, ...]
 
@@ -18,7 +18,7 @@ def profile_stages(work: Work) -> list[Stage]:
     shape, length, kinds = work.shape, work.text.sequence_length, work.schedule.profiled_kinds
     heads, experts = work.heads_width, expert_memory.as_profiled(work)
     count = num_probes(kinds, shape.num_hidden_layers, work.predicts_divergences)
-    number = probe_sequences(work.text.num_sequences) * length * work.dtype.itemsize
+    number = work.probe_tokens * work.dtype.itemsize
     # the dense states before and behind each sublayer and its sum, and the moving probe's states; keys and values
     # that later layers read are not stored
     probes = computed((6 * shape.hidden_size + (count + 2) * shape.lent) * number, LENGTH)
@@ -78,8 +78,8 @@ def _profiled_embedding(work: Work, probes: Term) -> list[Stage]:
     """Return the stages in which reduced embeddings pass the dense model, while the other `probes` wait."""
     shape, length = work.shape, work.text.sequence_length
     head = terms.output_head(work)
-    sequences = (1 + len(PROBE_SHARES)) * TABLE_PROBES + PREDICTED_SEQUENCES
-    states = computed(sequences * length * shape.hidden_size * work.dtype.itemsize, LENGTH)
+    tokens = len(PROBE_SHARES) * work.probe_tokens + PREDICTED_SEQUENCES * length
+    states = computed(tokens * shape.hidden_size * work.dtype.itemsize, LENGTH)
     expanded, reduced = Term(work.outside_bytes), Term(math.ceil(sum(PROBE_SHARES) * work.outside_bytes))
     held = (head, states, expanded, reduced, probes)
     walk = (*terms.layer(work), terms.layer_copy(work), terms.activations(work, shape.intermediate_size, length))

@@ -22,8 +22,8 @@ from oneshot.linalg.psd import CONDITION_STEPS
 from oneshot.machine import Store
 from oneshot.planning.vocabulary import NUM_RANGES
 from oneshot.profiling import IMPORTANCE_TOKENS, curvature_tokens
-from oneshot.profiling.embedding import PREDICTED_SEQUENCES, PROBE_SHARES, TABLE_PROBES
-from oneshot.profiling.probes import num_probes, probe_sequences
+from oneshot.profiling.embedding import PREDICTED_SEQUENCES, PROBE_SHARES
+from oneshot.profiling.probes import num_probes
 from oneshot.profiling.profiler import STATISTICS_SEQUENCES
 from oneshot.stream import EXPERTS_TOGETHER
 from oneshot.text import SELF
@@ -165,8 +165,7 @@ def _profile(work: Work, forward: float, rates: Rates) -> Seconds:
     layers, size, length = shape.num_hidden_layers, shape.intermediate_size, work.text.sequence_length
     read = min(STATISTICS_SEQUENCES, work.text.num_sequences) * length
     count = num_probes(kinds, layers, work.predicts_divergences)
-    of_probe = probe_sequences(work.text.num_sequences) * length
-    probes = of_probe * (count / 2 + PROBED_CHANGES)
+    probes = work.probe_tokens * (count / 2 + PROBED_CHANGES)
     ffns = shape.ffns_per_layer if shape.experts is None or profiles(work) else 0  # whose neurons are measured
     passed = ffns / shape.tokens_per_arrival
     # all groups of experts have a pass, and all but the last another one
@@ -184,7 +183,7 @@ def _profile(work: Work, forward: float, rates: Rates) -> Seconds:
         "pivots": layers * rates.pivots(size, size, ffns) if ffns else 0.0,
         "solve": layers * ffns * (size**3 / 3 + 4 * size**2 * shape.hidden_size) / rates.double,
         "energies": layers * ffns * 4 * size**2 * shape.hidden_size / rates.energies,
-        "output head": of_probe / length * (count + 3) * logits,
+        "output head": work.probe_tokens / length * (count + 3) * logits,
     }
     if "rank" in kinds:
         seconds["ranks"] = layers * _low_rank(work, rates)
@@ -197,10 +196,10 @@ def _profile(work: Work, forward: float, rates: Rates) -> Seconds:
             seconds["solve"] += 2 * layers * _latency(work)
         seconds["transfer"] = layers * work.layer_bytes / rates.link
     if tables := len(work.schedule.profiled_tables):
-        passed = len(PROBE_SHARES) * min(TABLE_PROBES, work.text.num_sequences)
+        passed = len(PROBE_SHARES) * work.probe_tokens
         predicted = min(PREDICTED_SEQUENCES, work.text.num_sequences)
-        seconds["embedding"] = passed * layers * length * forward / rates.stream + predicted * logits
-        seconds["embedding"] += tables * (2 * passed * logits + _order_of_tokens(work, rates))
+        seconds["embedding"] = passed * layers * forward / rates.stream + predicted * logits
+        seconds["embedding"] += tables * (2 * passed / length * logits + _order_of_tokens(work, rates))
     return seconds
 
 

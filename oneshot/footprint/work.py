@@ -15,6 +15,7 @@ from oneshot.machine.memory import device_capacity, pinned_bytes
 from oneshot.method import Method
 from oneshot.planning import Grid, HiddenPlan, Plan
 from oneshot.profiling.curvature import curvature_tokens, measured_sizes, sequences_of_batch
+from oneshot.profiling.probes import probe_shape
 from oneshot.profiling.profiler import STATISTICS_SEQUENCES
 from oneshot.schedule import Schedule
 from oneshot.stream import holds_scores
@@ -171,6 +172,17 @@ class Work:
         number = self.dtype.itemsize * self.text.sequence_length * self.curvature_sequences
         lent = (self.shape.lent * number,) * 2 if self.shape.lent else ()
         return (self.shape.hidden_size * number,) * (self.shape.num_hidden_layers + 1) + lent
+
+    @property
+    def probe_shape(self) -> tuple[int, int]:
+        """Return how many sequences are probes of a profile, and the most tokens of each."""
+        causal = self.grid.family.stack.causal and self.grid.family.decoder is None
+        return probe_shape(self.text.num_sequences, self.text.sequence_length, causal)
+
+    @property
+    def probe_tokens(self) -> int:
+        """Return the tokens of all probes."""
+        return math.prod(self.probe_shape)
 
     @property
     def predicts_divergences(self) -> bool:

@@ -12,15 +12,15 @@ from oneshot.compression import Curvature
 from oneshot.compression.embedding import TokenRows, expanded, order_of_tokens, range_errors, reduce_embedding
 from oneshot.compression.statistics import GramAccumulator, shrinkage_on_other_text, towards_diagonal
 from oneshot.linalg.sums import as_float32
+from oneshot.machine import Machine
 from oneshot.machine.transfer import Uploader
 from oneshot.planning import smaller_tables
-from oneshot.stream import OutputHead, States
+from oneshot.stream import LayerBuilder, OutputHead, States
 from oneshot.tensors import Tensors
-from oneshot.text import Text, load_tokenizer, special_tokens
+from oneshot.text import Batch, load_tokenizer, special_tokens
 
 PROBE_SHARES = (3 / 5, 2 / 5, 1 / 5)  # of a table's parameters: large steps cost more per parameter than small ones
-TABLE_PROBES = 8  # sequences: few places lose almost everything that is lost
-PREDICTED_SEQUENCES = 16  # others, of which the tokens' probabilities are: a probe must not know its own tokens
+PREDICTED_SEQUENCES = 16  # no probes, of which the tokens' probabilities are: a probe must not know its own tokens
 MIN_TABLE_ERROR = 1e-4  # squared: below this the divergence is rounding noise
 
 
@@ -51,20 +51,23 @@ def table_steps(model: Model, tables: Sequence[Table]) -> int:
 def profile_tables(
     model: Model,
     states: States,
-    text: Text,
     layers: Callable[[], Iterable[Tensors]],
     *,
+    batch: Batch,
+    builder: LayerBuilder,
+    dense: torch.Tensor,
     tables: Sequence[Table],
     curvature: Curvature | None,
     advance: Callable[[float], None] = lambda steps: None,
 ) -> Tensors:
     """Return the tensors of a `Profile` of tables of the vocabulary; `states` are those after the last layer.
 
-    What the output head reads is known only after the last layer, so with a smaller embedding a few sequences pass all
+    What the output head reads is known only after the last layer, so with a smaller embedding the probes pass all
     `layers` again. A smaller head reads the states that are there.
 
     Args:
-        text: the text of the states, of all workers.
+        batch: the tokens of the probes, of all workers. builder: of the layers that they pass. dense: their states
+            behind the last layer.
         tables: those that can have ranks.
         curvature: output curvature, which says what changes of the embedding's rows cost as inputs of the first layer;
             None if they count as rows of the output head alone. An embedding that is no output head needs it.
@@ -72,7 +75,9 @@ def profile_tables(
     """
     # 1. What the output head reads, and how likely each token is
     machine, workers, head = states.machine, states.machine.workers, states.builder.output_head()
-    read, probabilities, last, part = _read_by_head(model, states, head)
+    read, probabilities = _read_by_head(model, states, head)
+    part = workers.part(len(dense))
+    own_batch, last = replace(batch, token_ids=batch.token_ids[part]), dense[part].unbind()
     marks = marks_of(model)
     advance(1)
     measured = no_table_profile() | {"token_probabilities": probabilities.cpu()}
@@ -94,16 +99,16 @@ def profile_tables(
         probes = table_probes(errors, len(weight))
         smaller = [reduce_embedding(rows, order, ranges, workers=workers) for ranges, _ in probes]
         weights = [partial(expanded, one, weight.shape[1], machine.device, table) for one in smaller]
-        divergences = torch.zeros(len(probes), TABLE_PROBES, dtype=torch.float64, device=machine.device)
+        divergences = torch.zeros(len(probes), len(dense), dtype=torch.float64, device=machine.device)
         if last:
-            passed = _passed(weights, states, text.part(part), layers, advance) if is_input else [last] * len(probes)
-            for own, whole, of_probe in zip(divergences, weights, passed, strict=True):
+            moved = _passed(weights, machine, builder, own_batch, layers, advance) if is_input else [last] * len(probes)
+            for own, whole, of_probe in zip(divergences, weights, moved, strict=True):
                 other = replace(head, weight=whole().to(head.weight)) if is_head else head
                 states_of_both = zip(last, of_probe, strict=True)
                 own[part] = torch.stack([other.divergence_from(head, *pair).mean() for pair in states_of_both])
         advance(1)
         workers.sum_(divergences)  # zeros from all but the one whose probe it is
-        means = divergences.sum(1).cpu() / num_table_probes(text.num_sequences)
+        means = divergences.mean(1).cpu()
         lost = torch.tensor([lost for _, lost in probes], dtype=torch.float64)
         measured |= _tensors(table, gram.cpu(), order, errors, torch.stack((lost, means), dim=1))
     return measured
@@ -111,35 +116,27 @@ def profile_tables(
 
 def _passed(
     embeddings: Sequence[Callable[[], torch.Tensor]],
-    states: States,
-    text: Text,
+    machine: Machine,
+    builder: LayerBuilder,
+    batch: Batch,
     layers: Callable[[], Iterable[Tensors]],
     advance: Callable[[float], None],
-) -> list[Sequence[torch.Tensor]]:
+) -> list[tuple[torch.Tensor, ...]]:
     """Return the last states `(length, D)` of every sequence with each embedding; a layer has one sequence at once."""
-    [batch] = text.batches(text.num_sequences)
-    probes = [states.builder.embed(embedding(), batch) for embedding in embeddings]
-    upload = Uploader(states.machine.device)
+    probes = [builder.embed(embedding(), batch) for embedding in embeddings]
+    upload = Uploader(machine.device)
     for number, tensors in enumerate(layers()):
-        layer = states.builder.layer(number, upload(tensors))
+        layer = builder.layer(number, upload(tensors))
         for one in (one for probe in probes for one in probe.split(1)):
             one.copy_(layer.run_all(one))
         advance(1)
     return [probe.unbind() for probe in probes]
 
 
-def num_table_probes(num_sequences: int) -> int:
-    """Return how many sequences are probes: the first ones, and half of a short text."""
-    return min(TABLE_PROBES, max(1, num_sequences // 2))
+def _read_by_head(model: Model, states: States, head: OutputHead) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the mean `h hᵀ (D, D)` float64 over the stream, and the tokens' probabilities in its first sequences.
 
-
-def _read_by_head(
-    model: Model, states: States, head: OutputHead
-) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor], slice]:
-    """Return the mean `h hᵀ (D, D)` float64 over the stream, the tokens' probabilities, and the probes' last states.
-
-    Probes are of the first sequences, and the probabilities are of the sequences behind them. The workers share both
-    out anew. The states are of this worker's part of the probes, which is also returned.
+    The workers share these out anew.
     """
     machine, workers = states.machine, states.machine.workers
     accumulator = GramAccumulator(model.shape.hidden_size, output_size=None, device=machine.device)
@@ -148,17 +145,15 @@ def _read_by_head(
     states.advance = lambda tokens: None  # the layers were counted
     for x, _ in states.read():
         accumulator.update_(head.norm(x).flatten(0, -2))
-        first += list(x[: max(0, TABLE_PROBES + PREDICTED_SEQUENCES - start)].clone())
+        first += list(x[: max(0, PREDICTED_SEQUENCES - start)].clone())
         start += len(x)
     gram = accumulator.finish(workers=workers).gram.double() / states.num_tokens
     gathered = workers.gather(tuple(first))
-    count = num_table_probes(len(gathered))
-    part, others = workers.part(count), gathered[count:] or gathered  # the probe itself in a text of one sequence
     probabilities = torch.zeros(model.shape.vocab_size, dtype=torch.float64, device=machine.device)
-    for state in others[workers.part(len(others))]:
+    for state in gathered[workers.part(len(gathered))]:
         probabilities += head.probabilities(state)
     workers.sum_(probabilities)
-    return gram, as_float32(probabilities) / len(others), list(gathered[part]), part
+    return gram, as_float32(probabilities) / len(gathered)
 
 
 def table_probes(errors: torch.Tensor, vocab_size: int) -> list[tuple[tuple[TableShape, ...], float]]:

@@ -7,13 +7,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from oneshot.checkpoint import Model
 from oneshot.compression.branch_norm import BranchNorm
 from oneshot.compression.curvature import mean_cost
 from oneshot.machine import Machine
 from oneshot.stream import ActivationStore, Layer, Memory
+from oneshot.text import NUM_KINDS, TOKENS_OF_A_KIND, Text, holds_tokenizer, load_tokenizer, probed_kinds
 
 PROBE_SEQUENCES = 2
 SEQUENCES_PER_PROBE = 8  # of the text; few sequences are needed for the statistics
+PIECES = 2  # of a sequence, beside other kinds of text: each as long as one of these, so that all pass a layer together
 # Layers whose reduced FFNs pass the rest of the model, if output curvature predicts what they cost: so many at either
 # end, where the prediction is off by more than in the middle, and so many between them.
 PROBED_ENDS, PROBED_BETWEEN = 3, 1
@@ -162,6 +165,30 @@ def _parts(layer: Layer, index: int, x: torch.Tensor) -> tuple[torch.Tensor, tor
 def probe_sequences(num_sequences: int) -> int:
     """Return how many sequences of a text are probes."""
     return max(1, min(PROBE_SEQUENCES, num_sequences // SEQUENCES_PER_PROBE))
+
+
+def probe_text(model: Model, own: Text) -> Text:
+    """Return the sequences that probes are: of the calibration text, its `own` ones, and of a decoder other kinds.
+
+    What a size costs on text that the calibration text lacks differs by layers and tables: in a coder the middle layers
+    cost twice to four times as much as on the calibration text, and the embedding as much
+    (benchmarks/records/experiments.md). Examples of their own lengths, and models without a tokenizer, have no others.
+    """
+    folder, length = model.checkpoint.folder, own.longest // PIECES
+    packed = own.lengths is None and own.decoder is None
+    if not (packed and length and model.family.stack.causal and holds_tokenizer(folder)):
+        return own
+    kinds = probed_kinds(load_tokenizer(folder), length)
+    pieces = own.token_ids[:, : PIECES * kinds.shape[1]].reshape(-1, kinds.shape[1])
+    return Text(torch.cat((pieces, kinds)), own.source)
+
+
+def probe_shape(num_sequences: int, length: int, causal: bool) -> tuple[int, int]:
+    """Return how many sequences are probes of a text of so many sequences, and the most tokens of each."""
+    own = probe_sequences(num_sequences)
+    if not causal or length < PIECES:
+        return own, length
+    return PIECES * own + NUM_KINDS, min(TOKENS_OF_A_KIND, length // PIECES)
 
 
 def probed_layers(layers: Sequence[int], predicts: bool) -> list[int]:

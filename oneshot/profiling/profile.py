@@ -56,7 +56,10 @@ def make_profile(
         steps = table_steps(model, tables)
         progress = ProgressBar(tracker, total=steps, stage="ranks of the embedding", unit="steps")
         of_tables = profile_tables(
-            *(model, profiler.states, profiler.text, layers),
+            *(model, profiler.states, layers),
+            batch=profiler.batch,
+            builder=profiler.builder,
+            dense=profiler.probed_states,
             tables=tables,
             curvature=curvature,
             advance=progress.advance,

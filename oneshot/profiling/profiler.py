@@ -34,9 +34,10 @@ from oneshot.profiling.probes import (
     between,
     num_probes,
     probe_sequences,
+    probe_text,
     probed_layers,
 )
-from oneshot.stream import Layer, States
+from oneshot.stream import Layer, LayerBuilder, States
 from oneshot.tensors import Tensors
 from oneshot.text import Text
 
@@ -51,6 +52,9 @@ class LayerProfiler:
         probed: the kinds of `PROBED_KINDS` whose sensitivity is measured; other curves are also left out, except the
             FFN's.
         curvature: output curvature, in whose metric errors of FFNs and of ranks are measured; None for squared errors.
+
+    Attributes:
+        batch: the tokens of the probes. builder: of the layers that they pass.
     """
 
     def __init__(
@@ -73,14 +77,16 @@ class LayerProfiler:
         self._measures = Measures(head_unit, damping, probed, ranks, followed)
         self._curvature = curvature
         self._upload = Uploader(machine.device)
-        probed_text = text.last(probe_sequences(text.num_sequences))
-        rest = text.part(slice(max(1, text.num_sequences - probed_text.num_sequences)))
-        self.text = rest.first(STATISTICS_SEQUENCES * text.longest)
-        [batch] = probed_text.batches(probed_text.num_sequences)
-        self.states = States(model, machine, self.text, further=[batch], advance=advance)
-        embedded = self.states.builder.embed(model.read_embedding(), batch)
+        own = text.last(probe_sequences(text.num_sequences))
+        rest = text.part(slice(max(1, text.num_sequences - own.num_sequences)))
+        rest = rest.first(STATISTICS_SEQUENCES * text.longest)
+        probed_text = probe_text(model, own)
+        [self.batch] = probed_text.batches(probed_text.num_sequences)
+        self.states = States(model, machine, rest, further=[self.batch], advance=advance)
+        self.builder = LayerBuilder(model, machine, probed_text.longest)
+        embedded = self.builder.embed(model.read_embedding(), self.batch)
         most = num_probes(probed, model.shape.num_hidden_layers, self._predicts)
-        self._probes = Probes(embedded, machine, most, self.states.memory_of_one(batch))
+        self._probes = Probes(embedded, machine, most, self.states.memory_of_one(self.batch))
         self._curves: list[Tensors] = []
         self._costs: list[float] = []
         self._influence: list[float] = []
@@ -91,14 +97,19 @@ class LayerProfiler:
         """Return the tokens that divergences are means over."""
         return self._probes.num_tokens
 
+    @property
+    def probed_states(self) -> torch.Tensor:
+        """Return the dense states of the probe sequences behind the last layer, `(sequences, length, D)`."""
+        return self._probes.dense
+
     def profile_layer(self, layer: int, tensors: Tensors) -> None:
         """Measure the dense layer's statistics and error curves, and move the probes through it."""
         # 1. The probes of earlier layers pass the dense layer.
         release_heap()  # of the last layer's factorisations
         tensors, stack = self._upload(tensors), self._model.family.stack_of(layer)
-        builder, workers, probed = self.states.builder, self._machine.workers, self._measures.probed
+        workers, probed = self._machine.workers, self._measures.probed
         of_text = self.states.dense_layer(layer, tensors)
-        dense = of_text.reading(self._probes.memory)
+        dense = self.builder.layer(layer, tensors, self._probes.memory)
         self._probes.move(dense)
         curvature = None if self._curvature is None else self._curvature.of_layer(layer, self._machine.device)
         # 2. The layer's statistics, while its text moves through it.
@@ -115,7 +126,8 @@ class LayerProfiler:
         of_mixer = self._output(dense, stack, mixer, before, tensors)
         attended = dense.moved(mixer, before, of_mixer.total)
         of_ffn = self._output(dense, stack, ffn, attended, tensors)
-        profile = LayerProfile(self._model, self._machine, builder, self._probes, self._measures, layer, tensors, dense)
+        model, machine, measures = self._model, self._machine, self._measures
+        profile = LayerProfile(model, machine, self.builder, self._probes, measures, layer, tensors, dense)
         self._influence.append(statistics.influence)
         # 4. Of what this worker has to compute: the curves of attention, and its probes.
         own = self._own_tasks(stack, layer, tensors)

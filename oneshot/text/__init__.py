@@ -13,7 +13,7 @@ from oneshot.text.files import (
     present_row,
     size_of_records,
 )
-from oneshot.text.kinds import NUM_KINDS, TOKENS_OF_A_KIND, kind_windows
+from oneshot.text.kinds import NUM_KINDS, TOKENS_OF_A_KIND, kind_windows, probed_kinds
 from oneshot.text.languages import NUM_LANGUAGES, PASSAGE_TOKENS, known_languages, passage_nats, passages
 from oneshot.text.odd_records import OddRecords
 from oneshot.text.packing import (
