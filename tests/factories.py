@@ -1,12 +1,14 @@
 """Shared by fixtures and tests: types of factories, help topics, tiny models of the stock classes."""
 
 import importlib.util
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from oneshot import text as text_package
 from oneshot.config import Config, Target
 from oneshot.machine import ALONE, Machine, Workers
 from oneshot.method import Method
@@ -93,6 +95,19 @@ def calibration_tokens(config: Config) -> torch.Tensor:
         sequence_length=config.text.sequence_length,
         seed=config.seed,
     ).token_ids
+
+
+def profiled_tokens(config: Config) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the sequences that a decoder's profile has its statistics of, and the sequences that are its probes.
+
+    Probes are halves of the text's last sequences, and beginnings of the built-in texts of other kinds, as long.
+    """
+    tokens, tokenizer = calibration_tokens(config), load_tokenizer(Path(config.checkpoint))
+    own, length = max(1, min(2, len(tokens) // 8)), tokens.shape[1] // 2
+    rows = [json.loads(line) for line in (Path(text_package.__file__).parent / "probes.jsonl").read_text().splitlines()]
+    kinds = [tokenizer(row["text"])["input_ids"][:length] for row in rows]
+    assert {len(ids) for ids in kinds} == {length}
+    return tokens[:-own], torch.cat((tokens[-own:].reshape(-1, length), torch.tensor(kinds)))
 
 
 def cpu_machine(scratch: Path, *, batch_size: int = 16, workers: Workers = ALONE, **changes: Any) -> Machine:

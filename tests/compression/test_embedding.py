@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from factories import MakeCheckpoint, MakeConfig, build_model, calibration_tokens
+from factories import MakeCheckpoint, MakeConfig, build_model, calibration_tokens, profiled_tokens
 from families.cases import CASES
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,7 +26,7 @@ from oneshot.linalg.low_rank import ROOT_DAMPING
 from oneshot.pipeline import compress, profile
 from oneshot.planning.vocabulary import NUM_RANGES, smaller_tables, table_options, vocabulary_ranges
 from oneshot.profiling import load_profile
-from oneshot.profiling.embedding import TABLE_PROBES, table_probes
+from oneshot.profiling.embedding import table_probes
 from oneshot.text import load_tokenizer, special_tokens
 
 CPU = torch.device("cpu")
@@ -285,7 +285,7 @@ def test_probes_have_the_divergence_of_the_whole_model(
     assert all(lost > 1e-3 for _, lost in probes), "a probe must lose something"
     marks = special_tokens(load_tokenizer(checkpoint), VOCABULARY)
     rows = TokenRows(weight.data, found.embedding_gram, found.token_probabilities, marks)
-    text = calibration_tokens(config)[:TABLE_PROBES]
+    _, text = profiled_tokens(config)
     for (tables, _), divergence in zip(probes, found.embedding_probes[:, 1].tolist(), strict=True):
         weight.data = expanded(reduce_embedding(rows, found.embedding_order, tables), HIDDEN)
         with torch.no_grad():

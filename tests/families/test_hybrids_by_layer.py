@@ -12,8 +12,8 @@ from factories import (
     MakeConfig,
     assert_cache_changes_nothing,
     build_model,
-    calibration_tokens,
     cpu_machine,
+    profiled_tokens,
 )
 from families.cases import CASES
 from last_states import assert_passes, keep_last_states
@@ -49,8 +49,7 @@ def test_a_profile_sees_the_layers_of_the_stock_class(
     """What neurons are, and what the output loses without an FFN or without the mixer before it."""
     config = make_config(make_checkpoint(**CASES[name].options), output=str(tmp_path / "profile"))
     found, model = profile(config), AutoModelForCausalLM.from_pretrained(config.checkpoint).eval()
-    tokens, num_probes = calibration_tokens(config), found.origin.probe_tokens // config.text.sequence_length
-    text, probes = tokens[:-num_probes], tokens[-num_probes:]
+    text, probes = profiled_tokens(config)
 
     def predictions() -> torch.Tensor:
         return model(probes, use_cache=False).logits.double().log_softmax(-1)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from factories import MakeCheckpoint, MakeConfig, build_model, problem_of
+from factories import MakeCheckpoint, MakeConfig, build_model, calibration_tokens, problem_of
 from families.cases import CASES
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -140,11 +140,12 @@ def test_layers_around_a_left_out_one_are_corrected_towards_the_dense_stream(
     errors = []
     for correction in ({"correction": "none"}, {"correction": "two-stream", "residual_weight": 1.0}):
         output = str(tmp_path / str(correction["correction"]))
-        report = compress(make_config(idle_layer, **options, **correction, output=output))
+        config = make_config(idle_layer, **options, **correction, output=output)
+        report, text = compress(config), calibration_tokens(config)
         assert left_out(report.plan)
         model = load_model(Path(output), device=torch.device("cpu"), dtype=torch.float32)
         with torch.no_grad():
-            errors.append(float((model(IDS).logits - dense(IDS).logits).norm()))
+            errors.append(float((model(text).logits - dense(text).logits).norm()))
     assert errors[1] < errors[0]
 
 

@@ -15,8 +15,8 @@ from factories import (
     MakeConfig,
     assert_cache_changes_nothing,
     build_model,
-    calibration_tokens,
     problem_of,
+    profiled_tokens,
 )
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -145,19 +145,18 @@ def test_curves_and_sensitivities_are_those_of_the_stock_model(
 ) -> None:
     """Compute curves in NumPy from what transformers' linears give, and reduce that model on the probe sequences."""
     config = make_config(make_checkpoint(tied=True, attention_bias=True), output=str(tmp_path / "profile"))
-    found, text = profile(config), calibration_tokens(config)
-    probes = found.origin.probe_tokens // config.text.sequence_length
+    found, (text, probes) = profile(config), profiled_tokens(config)
     model = AutoModelForCausalLM.from_pretrained(config.checkpoint).eval()
-    read = read_by(model, ("q_proj", "k_proj", "o_proj"), text[:-probes])
+    read = read_by(model, ("q_proj", "k_proj", "o_proj"), text)
     with torch.no_grad():
-        dense = model(text[-probes:], use_cache=False).logits.double().log_softmax(-1)
+        dense = model(probes, use_cache=False).logits.double().log_softmax(-1)
 
     def divergence(name: str, weights: dict[str, torch.Tensor]) -> float:
         own = AutoModelForCausalLM.from_pretrained(config.checkpoint).eval()
         own.get_submodule(name).load_state_dict(own.get_submodule(name).state_dict() | weights)
         with torch.no_grad():
-            reduced = own(text[-probes:], use_cache=False).logits.double().log_softmax(-1)
-        return float((dense.exp() * (dense - reduced)).sum() / text[-probes:].numel())
+            reduced = own(probes, use_cache=False).logits.double().log_softmax(-1)
+        return float((dense.exp() * (dense - reduced)).sum() / probes.numel())
 
     for layer, rows in enumerate(read):
         energies = np.stack([pair_energies(rows, group) for group in range(GROUPS)])
@@ -191,7 +190,7 @@ def test_curves_and_sensitivities_are_those_of_the_stock_model(
         writer = torch.from_numpy((basis @ solved).T.copy()).float()
         expected = divergence(f"model.layers.{layer}.self_attn.o_proj", {"weight": writer}) / float(errors[size])
         assert float(errors[size]) >= MIN_PROBE_ERROR
-        assert float(found.value_sensitivity[layer]) == pytest.approx(expected, rel=2e-2)
+        assert float(found.value_sensitivity[layer]) == pytest.approx(expected, rel=4e-2)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "opt"])

@@ -17,6 +17,7 @@ from factories import (
     build_model,
     calibration_tokens,
     problem_of,
+    profiled_tokens,
 )
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -180,8 +181,7 @@ def test_curves_and_sensitivities_are_those_of_the_stock_model(
 ) -> None:
     """Compute curves in NumPy from what transformers' linears read, and reduce that model on the probe sequences."""
     config = make_config(make_checkpoint(tied=True, attention_bias=True), output=str(tmp_path / "profile"))
-    found, text = profile(config), calibration_tokens(config)
-    probes = found.origin.probe_tokens // config.text.sequence_length
+    found, (text, probes) = profile(config), profiled_tokens(config)
     model = AutoModelForCausalLM.from_pretrained(config.checkpoint).eval()
     seen: dict[str, tuple[Rows, Rows]] = {}
 
@@ -196,9 +196,9 @@ def test_curves_and_sensitivities_are_those_of_the_stock_model(
             for linear in linears:
                 watch(f"model.layers.{layer}.{linear}")
     with torch.no_grad():
-        model(text[:-probes], use_cache=False)
+        model(text, use_cache=False)
         statistics = dict(seen)
-        model(text[-probes:], use_cache=False)
+        model(probes, use_cache=False)
     probed, half = dict(seen), SIZE // 2
     for layer in range(len(model.model.layers)):
         prefix = f"model.layers.{layer}."
@@ -240,7 +240,7 @@ def test_curves_and_sensitivities_are_those_of_the_stock_model(
             with torch.no_grad():
                 for linear, part in zip(LINEARS[kind], parts, strict=True):
                     own.get_submodule(prefix + linear).weight.copy_(torch.from_numpy(part))
-                own(text[-probes:], use_cache=False)
+                own(probes, use_cache=False)
             [output] = outputs
             lost = ((output - probed[writer][1]) ** 2).sum(1).mean()
             assert errors[rank] == pytest.approx(lost, rel=1e-2)

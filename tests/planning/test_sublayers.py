@@ -15,8 +15,8 @@ from factories import (
     MakeConfig,
     assert_cache_changes_nothing,
     build_model,
-    calibration_tokens,
     problem_of,
+    profiled_tokens,
     silence,
 )
 from hypothesis import assume, given
@@ -159,8 +159,7 @@ def test_divergences_are_those_of_the_stock_model(make_checkpoint: MakeCheckpoin
     """Compare with transformers' model whose sublayer returns zeros, on the probe sequences."""
     config = make_config(make_checkpoint(tied=True))
     found = profile(config)
-    text = calibration_tokens(config)
-    probes = text[-found.origin.probe_tokens // config.text.sequence_length :]
+    _, probes = profiled_tokens(config)
     model = AutoModelForCausalLM.from_pretrained(config.checkpoint).eval()
     with torch.no_grad():
         dense = model(probes, use_cache=False).logits.double().log_softmax(-1)

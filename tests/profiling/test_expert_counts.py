@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from factories import MakeCheckpoint, MakeConfig, calibration_tokens, cpu_machine, problem_of
+from factories import MakeCheckpoint, MakeConfig, cpu_machine, problem_of, profiled_tokens
 from families.cases import CASES
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -75,11 +75,11 @@ def test_the_sensitivity_equals_the_divergence_of_the_whole_model(
     """Against transformers' model with these experts alone in one layer, on the sequences of the probes."""
     folder = make_checkpoint(**OPTIONS)
     config = make_config(folder, form="per-layer", curvature="none", output=str(tmp_path / "profile"))
-    found, text = profile(config), calibration_tokens(config)
+    found, (rest, probes) = profile(config), profiled_tokens(config)
     assert found.expert_errors.shape == (2, 7)
     model, machine = open_model(str(folder), tmp_path), cpu_machine(tmp_path)
     assert model.shape.experts is not None
-    stock, probes, rest = without(folder, 0, list(range(6))), text[-2:], text[:-2]
+    stock = without(folder, 0, list(range(6)))
     states = stock.model(rest, output_hidden_states=True).hidden_states
     dense = stock(probes).logits.double().log_softmax(-1)
     for number in range(2):

@@ -16,7 +16,15 @@ import numpy as np
 import pytest
 import scipy.linalg
 import torch
-from factories import MakeCheckpoint, MakeConfig, build_model, calibration_tokens, cpu_machine, problem_of
+from factories import (
+    MakeCheckpoint,
+    MakeConfig,
+    build_model,
+    calibration_tokens,
+    cpu_machine,
+    problem_of,
+    profiled_tokens,
+)
 from families.cases import CASES, variants
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -149,13 +157,13 @@ def test_fluctuations_are_those_of_the_stock_model(profiled: tuple[Profile, Any]
     from transformers import AutoModelForCausalLM
 
     found, config = profiled
-    text = calibration_tokens(config)
+    text, _ = profiled_tokens(config)
     model = AutoModelForCausalLM.from_pretrained(config.checkpoint).eval()
     for layer, fluctuation in zip(model.model.layers, found.ffn_fluctuation, strict=True):
         seen: list[torch.Tensor] = []
         handle = layer.mlp.down_proj.register_forward_pre_hook(lambda _, inputs, seen=seen: seen.append(inputs[0]))
         with torch.no_grad():
-            model(text[: -found.origin.probe_tokens // config.text.sequence_length], use_cache=False)
+            model(text, use_cache=False)
         handle.remove()
         norms = layer.mlp.down_proj.weight.detach().double().square().sum(0)
         expected = seen[0].double().flatten(0, 1).var(0, correction=0) * norms
@@ -205,7 +213,7 @@ def test_errors_of_kv_groups_are_those_of_least_squares(
 
     folder = make_checkpoint(hidden=48, groups=4, attention_bias=bias)
     config = make_config(folder, output=str(tmp_path / "profile"), head_unit="kv-group")
-    found, text = profile(config), calibration_tokens(config)
+    found, (text, _) = profile(config), profiled_tokens(config)
     model = AutoModelForCausalLM.from_pretrained(config.checkpoint).eval()
     assert found.head_errors.shape == (len(model.model.layers), 4 + 1)
     for layer, errors in zip(model.model.layers, found.head_errors, strict=True):
@@ -213,7 +221,7 @@ def test_errors_of_kv_groups_are_those_of_least_squares(
         linear = layer.self_attn.o_proj
         handle = linear.register_forward_pre_hook(lambda _, inputs, seen=seen: seen.append(inputs[0]))
         with torch.no_grad():
-            model(text[: -found.origin.probe_tokens // config.text.sequence_length], use_cache=False)
+            model(text, use_cache=False)
         handle.remove()
         rows, weight = seen[0].double().flatten(0, 1).numpy(), linear.weight.detach().double().numpy()
         target = rows @ weight.T
@@ -233,8 +241,7 @@ def test_leaving_a_layer_out_diverges_as_the_stock_model_does(profiled: tuple[Pr
     from transformers import AutoModelForCausalLM
 
     found, config = profiled
-    text = calibration_tokens(config)
-    probes = text[-found.origin.probe_tokens // config.text.sequence_length :]
+    _, probes = profiled_tokens(config)
     model = AutoModelForCausalLM.from_pretrained(config.checkpoint).eval()
     with torch.no_grad():
         dense = model(probes, use_cache=False).logits.double().log_softmax(-1)
@@ -580,11 +587,11 @@ def test_probes_have_the_states_of_the_stock_model_with_one_ffn_reduced(
     for index, probe in enumerate(probes):
         stock, hidden = build_model(**options), list[torch.Tensor]()
         stock.model.norm.register_forward_pre_hook(lambda _, inputs, hidden=hidden: hidden.append(inputs[0].clone()))
-        stock(ids[-1:])
+        stock(profiler.batch.token_ids)
         for name in ("gate_proj", "up_proj", "down_proj"):
             linear = stock.model.layers[probe.layer].mlp.get_submodule(name)
             linear.weight = torch.nn.Parameter(reduced[probe.layer][f"mlp.{name}.weight"], requires_grad=False)
-        stock(ids[-1:])
+        stock(profiler.batch.token_ids)
         dense, expected = hidden
         torch.testing.assert_close(profiler._probes.states(index), expected, rtol=1e-4, atol=1e-3)
         assert not torch.allclose(dense, expected, atol=1e-1)

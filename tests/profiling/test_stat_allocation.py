@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import scipy.linalg
 import torch
-from factories import MakeCheckpoint, MakeConfig, calibration_tokens
+from factories import MakeCheckpoint, MakeConfig, profiled_tokens
 from transformers import AutoModelForCausalLM
 
 from oneshot.architecture import ModelShape
@@ -24,7 +24,7 @@ HEADS, WIDTH = 4, 24
 
 
 @torch.inference_mode()
-def hooked(config: Any, probe_tokens: int) -> list[dict[str, np.ndarray]]:
+def hooked(config: Any) -> list[dict[str, np.ndarray]]:
     """Return for every layer what its two writers read, in float64, and their weights."""
     model = AutoModelForCausalLM.from_pretrained(config.checkpoint, dtype=torch.float32).eval()
     layers: list[dict[str, np.ndarray]] = []
@@ -38,7 +38,7 @@ def hooked(config: Any, probe_tokens: int) -> list[dict[str, np.ndarray]]:
 
             linear.register_forward_pre_hook(keep)
         layers.append(seen)
-    model(calibration_tokens(config)[: -probe_tokens // config.text.sequence_length], use_cache=False)
+    model(profiled_tokens(config)[0], use_cache=False)
     return layers
 
 
@@ -52,7 +52,7 @@ def test_tails_are_those_of_pivoted_qr_of_the_weighted_activations(
 ) -> None:
     config = make_config(make_checkpoint(width=WIDTH, heads=HEADS, groups=HEADS), output=str(tmp_path / "profile"))
     found = profile(config)
-    for layer, seen in enumerate(hooked(config, found.origin.probe_tokens)):
+    for layer, seen in enumerate(hooked(config)):
         neurons = seen["ffn"] * np.linalg.norm(seen["ffn weight"], axis=0)
         factor, _ = scipy.linalg.qr(neurons, mode="r", pivoting=True)
         np.testing.assert_allclose(found.ffn_tails[layer], tail_norms(factor), rtol=2e-3, atol=1e-2)
