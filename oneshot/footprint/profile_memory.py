@@ -7,7 +7,7 @@ from oneshot.footprint import expert_memory, terms
 from oneshot.footprint.terms import BATCH, DOUBLE, FLOAT, LENGTH, Stage, Term, computed, largest
 from oneshot.footprint.work import Work
 from oneshot.profiling.curvature import sequences_together
-from oneshot.profiling.embedding import PREDICTED_SEQUENCES, PROBE_SHARES
+from oneshot.profiling.embedding import PREDICTED_SEQUENCES, PROBE_SHARES, TABLE_PROBES
 from oneshot.profiling.probes import num_probes
 
 Terms = tuple[Term, ...]
@@ -78,7 +78,7 @@ def _profiled_embedding(work: Work, probes: Term) -> list[Stage]:
     """Return the stages in which reduced embeddings pass the dense model, while the other `probes` wait."""
     shape, length = work.shape, work.text.sequence_length
     head = terms.output_head(work)
-    tokens = len(PROBE_SHARES) * work.probe_tokens + PREDICTED_SEQUENCES * length
+    tokens = len(PROBE_SHARES) * work.table_probe_tokens + (TABLE_PROBES + PREDICTED_SEQUENCES) * length
     states = computed(tokens * shape.hidden_size * work.dtype.itemsize, LENGTH)
     expanded, reduced = Term(work.outside_bytes), Term(math.ceil(sum(PROBE_SHARES) * work.outside_bytes))
     held = (head, states, expanded, reduced, probes)

@@ -196,7 +196,7 @@ def _profile(work: Work, forward: float, rates: Rates) -> Seconds:
             seconds["solve"] += 2 * layers * _latency(work)
         seconds["transfer"] = layers * work.layer_bytes / rates.link
     if tables := len(work.schedule.profiled_tables):
-        passed = len(PROBE_SHARES) * work.probe_tokens
+        passed = len(PROBE_SHARES) * work.table_probe_tokens
         predicted = min(PREDICTED_SEQUENCES, work.text.num_sequences)
         seconds["embedding"] = passed * layers * forward / rates.stream + predicted * logits
         seconds["embedding"] += tables * (2 * passed / length * logits + _order_of_tokens(work, rates))

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from oneshot.footprint.rates import Rates
 from oneshot.footprint.work import Work
 from oneshot.machine.sharing import Loads
+from oneshot.profiling.embedding import TABLE_PROBES
 from oneshot.profiling.profiler import STATISTICS_SEQUENCES
 from oneshot.text import SELF
 from oneshot.text.self_written import DOCUMENT_TOKENS
@@ -34,7 +35,7 @@ def of_one_process(
     documents = math.ceil(work.source_tokens.get(SELF, 0) / DOCUMENT_TOKENS)
     for stage, phases in shared.items():
         _scale_(phases, OF_TEXT, _longest_part(batches.get(stage, _batches(work)), count))
-        _scale_(phases, {"embedding"}, _longest_part(work.probe_shape[0], count))
+        _scale_(phases, {"embedding"}, _longest_part(min(TABLE_PROBES, work.text.num_sequences), count))
         _scale_(phases, {"own text"}, _longest_part(math.ceil(documents / work.documents_together), count))
         if stage == "profile" and work.shape.experts is None:
             ffn, ranks = sum(phases.get(phase, 0.0) for phase in OF_NEURONS), phases.get("ranks", 0.0)

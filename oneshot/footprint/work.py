@@ -15,11 +15,12 @@ from oneshot.machine.memory import device_capacity, pinned_bytes
 from oneshot.method import Method
 from oneshot.planning import Grid, HiddenPlan, Plan
 from oneshot.profiling.curvature import curvature_tokens, measured_sizes, sequences_of_batch
+from oneshot.profiling.embedding import TABLE_PROBES
 from oneshot.profiling.probes import probe_shape
 from oneshot.profiling.profiler import STATISTICS_SEQUENCES
 from oneshot.schedule import Schedule
 from oneshot.stream import holds_scores
-from oneshot.text import documents_together, shares, split_sources
+from oneshot.text import NUM_KINDS, documents_together, shares, split_sources
 
 WIDTH_STEPS = 8  # widths that a layer may keep if a profile will decide
 
@@ -183,6 +184,11 @@ class Work:
     def probe_tokens(self) -> int:
         """Return the tokens of all probes."""
         return math.prod(self.probe_shape)
+
+    @property
+    def table_probe_tokens(self) -> int:
+        """Return the tokens that pass the layers with each smaller table: first ones of the text, and other kinds."""
+        return min(TABLE_PROBES, self.text.num_sequences) * self.text.sequence_length + NUM_KINDS * self.probe_shape[1]
 
     @property
     def predicts_divergences(self) -> bool:

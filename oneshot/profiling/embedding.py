@@ -1,7 +1,7 @@
 """The cost of ranks of ranges of the vocabulary, and the effect of a reduced embedding or head on the output."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -17,11 +17,27 @@ from oneshot.machine.transfer import Uploader
 from oneshot.planning import smaller_tables
 from oneshot.stream import LayerBuilder, OutputHead, States
 from oneshot.tensors import Tensors
-from oneshot.text import Batch, load_tokenizer, special_tokens
+from oneshot.text import NO_ROWS, Batch, Text, load_tokenizer, special_tokens
 
 PROBE_SHARES = (3 / 5, 2 / 5, 1 / 5)  # of a table's parameters: large steps cost more per parameter than small ones
-PREDICTED_SEQUENCES = 16  # no probes, of which the tokens' probabilities are: a probe must not know its own tokens
+TABLE_PROBES = 8  # sequences of the text: few places lose almost everything that is lost
+PREDICTED_SEQUENCES = 16  # others, of which the tokens' probabilities are: a probe must not know its own tokens
 MIN_TABLE_ERROR = 1e-4  # squared: below this the divergence is rounding noise
+
+
+@dataclass(frozen=True)
+class TableProbes:
+    """State one kind of sequences that pass the model with a smaller table.
+
+    Attributes:
+        builder: of the layers that they pass. token_ids: `(sequences, length)`, of all workers. dense: the dense states
+            behind the last layer of this worker's `part`, `(length, D)` of each.
+    """
+
+    builder: LayerBuilder
+    token_ids: torch.Tensor
+    part: slice
+    dense: Sequence[torch.Tensor]
 
 
 def no_table_profile() -> Tensors:
@@ -51,23 +67,22 @@ def table_steps(model: Model, tables: Sequence[Table]) -> int:
 def profile_tables(
     model: Model,
     states: States,
+    text: Text,
     layers: Callable[[], Iterable[Tensors]],
     *,
-    batch: Batch,
-    builder: LayerBuilder,
-    dense: torch.Tensor,
+    other_kinds: TableProbes | None,
     tables: Sequence[Table],
     curvature: Curvature | None,
     advance: Callable[[float], None] = lambda steps: None,
 ) -> Tensors:
     """Return the tensors of a `Profile` of tables of the vocabulary; `states` are those after the last layer.
 
-    What the output head reads is known only after the last layer, so with a smaller embedding the probes pass all
-    `layers` again. A smaller head reads the states that are there.
+    What the output head reads is known only after the last layer, so with a smaller embedding a few sequences pass all
+    `layers` again. A smaller head reads the states that are there. Sequences of the text count as much as all of other
+    kinds together.
 
     Args:
-        batch: the tokens of the probes, of all workers. builder: of the layers that they pass. dense: their states
-            behind the last layer.
+        text: the text of the states, of all workers. other_kinds: sequences of other kinds of text; None without any.
         tables: those that can have ranks.
         curvature: output curvature, which says what changes of the embedding's rows cost as inputs of the first layer;
             None if they count as rows of the output head alone. An embedding that is no output head needs it.
@@ -75,9 +90,8 @@ def profile_tables(
     """
     # 1. What the output head reads, and how likely each token is
     machine, workers, head = states.machine, states.machine.workers, states.builder.output_head()
-    read, probabilities = _read_by_head(model, states, head)
-    part = workers.part(len(dense))
-    own_batch, last = replace(batch, token_ids=batch.token_ids[part]), dense[part].unbind()
+    read, probabilities, of_text = _read_by_head(model, states, text, head)
+    sequences = [of_text] if other_kinds is None else [of_text, other_kinds]
     marks = marks_of(model)
     advance(1)
     measured = no_table_profile() | {"token_probabilities": probabilities.cpu()}
@@ -99,44 +113,66 @@ def profile_tables(
         probes = table_probes(errors, len(weight))
         smaller = [reduce_embedding(rows, order, ranges, workers=workers) for ranges, _ in probes]
         weights = [partial(expanded, one, weight.shape[1], machine.device, table) for one in smaller]
-        divergences = torch.zeros(len(probes), len(dense), dtype=torch.float64, device=machine.device)
-        if last:
-            moved = _passed(weights, machine, builder, own_batch, layers, advance) if is_input else [last] * len(probes)
-            for own, whole, of_probe in zip(divergences, weights, moved, strict=True):
+        found = [
+            torch.zeros(len(probes), len(one.token_ids), dtype=torch.float64, device=machine.device)
+            for one in sequences
+        ]
+        own = [(one, divergences) for one, divergences in zip(sequences, found, strict=True) if one.dense]
+        if own:
+            passed = [[one.dense for one, _ in own]] * len(probes)
+            if is_input:
+                passed = _passed(weights, [one for one, _ in own], machine, layers, advance)
+            for number, (whole, of_probe) in enumerate(zip(weights, passed, strict=True)):
                 other = replace(head, weight=whole().to(head.weight)) if is_head else head
-                states_of_both = zip(last, of_probe, strict=True)
-                own[part] = torch.stack([other.divergence_from(head, *pair).mean() for pair in states_of_both])
+                for (one, divergences), reduced in zip(own, of_probe, strict=True):
+                    pairs = zip(one.dense, reduced, strict=True)
+                    means = [other.divergence_from(head, *pair).mean() for pair in pairs]
+                    divergences[number, one.part] = torch.stack(means).double()
         advance(1)
-        workers.sum_(divergences)  # zeros from all but the one whose probe it is
-        means = divergences.mean(1).cpu()
+        for divergences in found:
+            workers.sum_(divergences)  # zeros from all but the one whose sequence it is
+        mean = torch.stack([divergences.mean(1) for divergences in found]).mean(0).cpu()
         lost = torch.tensor([lost for _, lost in probes], dtype=torch.float64)
-        measured |= _tensors(table, gram.cpu(), order, errors, torch.stack((lost, means), dim=1))
+        measured |= _tensors(table, gram.cpu(), order, errors, torch.stack((lost, mean), dim=1))
     return measured
 
 
 def _passed(
     embeddings: Sequence[Callable[[], torch.Tensor]],
+    sequences: Sequence[TableProbes],
     machine: Machine,
-    builder: LayerBuilder,
-    batch: Batch,
     layers: Callable[[], Iterable[Tensors]],
     advance: Callable[[float], None],
-) -> list[tuple[torch.Tensor, ...]]:
-    """Return the last states `(length, D)` of every sequence with each embedding; a layer has one sequence at once."""
-    probes = [builder.embed(embedding(), batch) for embedding in embeddings]
+) -> list[list[Sequence[torch.Tensor]]]:
+    """Return the last states of each embedding, of all kinds, `(length, D)` of every sequence.
+
+    A layer has one sequence at once.
+    """
+    probes = [_embedded(embedding(), sequences) for embedding in embeddings]
     upload = Uploader(machine.device)
     for number, tensors in enumerate(layers()):
-        layer = builder.layer(number, upload(tensors))
-        for one in (one for probe in probes for one in probe.split(1)):
-            one.copy_(layer.run_all(one))
+        uploaded = upload(tensors)
+        for kind, one in enumerate(sequences):
+            layer = one.builder.layer(number, uploaded)
+            for state in (state for probe in probes for state in probe[kind].split(1)):
+                state.copy_(layer.run_all(state))
         advance(1)
-    return [probe.unbind() for probe in probes]
+    return [[states.unbind() for states in probe] for probe in probes]
 
 
-def _read_by_head(model: Model, states: States, head: OutputHead) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the mean `h hᵀ (D, D)` float64 over the stream, and the tokens' probabilities in its first sequences.
+def _embedded(embedding: torch.Tensor, sequences: Sequence[TableProbes]) -> list[torch.Tensor]:
+    """Return the states before the first layer of every kind, `(sequences, length, D)`."""
+    batches = (Batch(NO_ROWS, one.token_ids[one.part]) for one in sequences)
+    return [one.builder.embed(embedding, batch) for one, batch in zip(sequences, batches, strict=True)]
 
-    The workers share these out anew.
+
+def _read_by_head(
+    model: Model, states: States, text: Text, head: OutputHead
+) -> tuple[torch.Tensor, torch.Tensor, TableProbes]:
+    """Return the mean `h hᵀ (D, D)` float64 over the stream, the tokens' probabilities, and the text's probes.
+
+    Probes are the first sequences, half of a short text, and the probabilities are of the sequences behind them. The
+    workers share both out anew.
     """
     machine, workers = states.machine, states.machine.workers
     accumulator = GramAccumulator(model.shape.hidden_size, output_size=None, device=machine.device)
@@ -145,15 +181,18 @@ def _read_by_head(model: Model, states: States, head: OutputHead) -> tuple[torch
     states.advance = lambda tokens: None  # the layers were counted
     for x, _ in states.read():
         accumulator.update_(head.norm(x).flatten(0, -2))
-        first += list(x[: max(0, PREDICTED_SEQUENCES - start)].clone())
+        first += list(x[: max(0, TABLE_PROBES + PREDICTED_SEQUENCES - start)].clone())
         start += len(x)
     gram = accumulator.finish(workers=workers).gram.double() / states.num_tokens
     gathered = workers.gather(tuple(first))
+    count = min(TABLE_PROBES, max(1, text.num_sequences // 2))
+    part, others = workers.part(count), gathered[count:] or gathered  # the probe itself in a text of one sequence
     probabilities = torch.zeros(model.shape.vocab_size, dtype=torch.float64, device=machine.device)
-    for state in gathered[workers.part(len(gathered))]:
+    for state in others[workers.part(len(others))]:
         probabilities += head.probabilities(state)
     workers.sum_(probabilities)
-    return gram, as_float32(probabilities) / len(gathered)
+    probes = TableProbes(states.builder, text.token_ids[:count], part, gathered[part])
+    return gram, as_float32(probabilities) / len(others), probes
 
 
 def table_probes(errors: torch.Tensor, vocab_size: int) -> list[tuple[tuple[TableShape, ...], float]]:

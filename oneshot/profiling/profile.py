@@ -56,10 +56,8 @@ def make_profile(
         steps = table_steps(model, tables)
         progress = ProgressBar(tracker, total=steps, stage="ranks of the embedding", unit="steps")
         of_tables = profile_tables(
-            *(model, profiler.states, layers),
-            batch=profiler.batch,
-            builder=profiler.builder,
-            dense=profiler.probed_states,
+            *(model, profiler.states, profiler.text, layers),
+            other_kinds=profiler.other_kinds,
             tables=tables,
             curvature=curvature,
             advance=progress.advance,

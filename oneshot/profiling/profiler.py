@@ -23,6 +23,7 @@ from oneshot.machine.transfer import Uploader
 from oneshot.planning import Profile, ProfileOrigin
 from oneshot.planning.plan import RemovedUnit
 from oneshot.profiling.costs import Task, layer_costs
+from oneshot.profiling.embedding import TableProbes
 from oneshot.profiling.expert_profile import NarrowerExperts, experts_task
 from oneshot.profiling.layer_profile import LayerProfile, Measures
 from oneshot.profiling.layer_statistics import LayerStatistics, LayerSums
@@ -39,7 +40,7 @@ from oneshot.profiling.probes import (
 )
 from oneshot.stream import Layer, LayerBuilder, States
 from oneshot.tensors import Tensors
-from oneshot.text import Text
+from oneshot.text import NUM_KINDS, Text
 
 STATISTICS_SEQUENCES = 32  # curves need fewer tokens than corrections
 
@@ -54,7 +55,7 @@ class LayerProfiler:
         curvature: output curvature, in whose metric errors of FFNs and of ranks are measured; None for squared errors.
 
     Attributes:
-        batch: the tokens of the probes. builder: of the layers that they pass.
+        text: what the statistics are of. batch: the tokens of the probes. builder: of the layers that they pass.
     """
 
     def __init__(
@@ -79,10 +80,11 @@ class LayerProfiler:
         self._upload = Uploader(machine.device)
         own = text.last(probe_sequences(text.num_sequences))
         rest = text.part(slice(max(1, text.num_sequences - own.num_sequences)))
-        rest = rest.first(STATISTICS_SEQUENCES * text.longest)
+        self.text = rest.first(STATISTICS_SEQUENCES * text.longest)
         probed_text = probe_text(model, own)
+        self._has_kinds = probed_text is not own
         [self.batch] = probed_text.batches(probed_text.num_sequences)
-        self.states = States(model, machine, rest, further=[self.batch], advance=advance)
+        self.states = States(model, machine, self.text, further=[self.batch], advance=advance)
         self.builder = LayerBuilder(model, machine, probed_text.longest)
         embedded = self.builder.embed(model.read_embedding(), self.batch)
         most = num_probes(probed, model.shape.num_hidden_layers, self._predicts)
@@ -98,9 +100,13 @@ class LayerProfiler:
         return self._probes.num_tokens
 
     @property
-    def probed_states(self) -> torch.Tensor:
-        """Return the dense states of the probe sequences behind the last layer, `(sequences, length, D)`."""
-        return self._probes.dense
+    def other_kinds(self) -> TableProbes | None:
+        """Return the probes of other kinds of text, when they have passed all layers; None if there are none."""
+        if not self._has_kinds:
+            return None
+        ids = self.batch.token_ids[-NUM_KINDS:]
+        part = self._machine.workers.part(len(ids))
+        return TableProbes(self.builder, ids, part, self._probes.dense[-len(ids) :][part].unbind())
 
     def profile_layer(self, layer: int, tensors: Tensors) -> None:
         """Measure the dense layer's statistics and error curves, and move the probes through it."""

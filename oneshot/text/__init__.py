@@ -17,6 +17,7 @@ from oneshot.text.kinds import NUM_KINDS, TOKENS_OF_A_KIND, kind_windows, probed
 from oneshot.text.languages import NUM_LANGUAGES, PASSAGE_TOKENS, known_languages, passage_nats, passages
 from oneshot.text.odd_records import OddRecords
 from oneshot.text.packing import (
+    NO_ROWS,
     Batch,
     Text,
     load_text,
