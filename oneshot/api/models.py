@@ -94,7 +94,7 @@ def _refuse_other_modules(model: Any, config: Any) -> None:
 def _tell_of_changes(model: Any) -> None:
     """Warn of what changes how modules compute and is in no checkpoint: forward hooks, and a `forward` of an object.
 
-    Those of transformers and accelerate leave what a module computes unchanged.
+    What transformers and accelerate put there leaves what a module computes unchanged.
     """
     hooked, replaced = list[str](), list[str]()
     for name, module in model.named_modules():

@@ -172,13 +172,16 @@ def probe_text(model: Model, own: Text) -> Text:
 
     What a size costs on text that the calibration text lacks differs by layers and tables: in a coder the middle layers
     cost twice to four times as much as on the calibration text, and the embedding as much
-    (benchmarks/records/experiments.md). Examples of their own lengths, and models without a tokenizer, have no others.
+    (benchmarks/records/experiments.md). Examples of their own lengths have no others, nor have
+    models without a tokenizer of such text.
     """
     folder, length = model.checkpoint.folder, own.longest // PIECES
     packed = own.lengths is None and own.decoder is None
     if not (packed and length and model.family.stack.causal and holds_tokenizer(folder)):
         return own
     kinds = probed_kinds(load_tokenizer(folder), length)
+    if not kinds.numel() or int(kinds.max()) >= model.shape.vocab_size:
+        return own
     pieces = own.token_ids[:, : PIECES * kinds.shape[1]].reshape(-1, kinds.shape[1])
     return Text(torch.cat((pieces, kinds)), own.source)
 

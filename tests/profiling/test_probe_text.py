@@ -11,7 +11,7 @@ from factories import MakeCheckpoint
 from oneshot import text as text_package
 from oneshot.checkpoint import open_model
 from oneshot.profiling.probes import probe_sequences, probe_shape, probe_text
-from oneshot.text import NUM_KINDS, TOKENS_OF_A_KIND, Text, load_tokenizer
+from oneshot.text import NUM_KINDS, TOKENS_OF_A_KIND, Text, kind_windows, load_tokenizer, probed_kinds
 
 WORDS = 80
 
@@ -31,7 +31,7 @@ def text_of(num_sequences: int, length: int) -> Text:
 def test_pieces_of_the_text_and_other_kinds_are_equally_long(
     num_sequences: int, length: int, make_checkpoint: MakeCheckpoint, tmp_path: Path
 ) -> None:
-    folder = make_checkpoint(vocabulary=WORDS)
+    folder = make_checkpoint()
     text = text_of(num_sequences, length)
     own = text.last(probe_sequences(num_sequences))
     found = probe_text(open_model(str(folder), tmp_path), own)
@@ -50,8 +50,8 @@ def test_pieces_of_the_text_and_other_kinds_are_equally_long(
 def test_other_kinds_are_for_packed_texts_of_decoders_with_a_tokenizer(
     make_checkpoint: MakeCheckpoint, tmp_path: Path
 ) -> None:
-    decoder, text = open_model(str(make_checkpoint(vocabulary=WORDS)), tmp_path), text_of(2, 16)
-    encoder = make_checkpoint(family="bert", model_class="BertModel", vocabulary=WORDS, tied=False)
+    decoder, text = open_model(str(make_checkpoint()), tmp_path), text_of(2, 16)
+    encoder = make_checkpoint(family="bert", model_class="BertModel", tied=False)
     assert probe_text(open_model(str(encoder), tmp_path), text) is text
     examples = Text(text.token_ids, "examples", torch.tensor([16, 16]))
     assert probe_text(decoder, examples) is examples
@@ -59,6 +59,21 @@ def test_other_kinds_are_for_packed_texts_of_decoders_with_a_tokenizer(
     without = tmp_path / "without"
     shutil.copytree(decoder.checkpoint.folder, without, ignore=shutil.ignore_patterns("tokenizer*"))
     assert probe_text(open_model(str(without), tmp_path), text) is text
+
+
+@pytest.mark.parametrize(("num_tokens", "found"), [(0, 0), (1, 0), (63, 0), (64, 64), (500, 128)])
+def test_a_tokenizer_that_knows_little_of_the_other_kinds_has_none(num_tokens: int, found: int) -> None:
+    def tokenizer(text: str, return_tensors: str) -> dict[str, torch.Tensor]:
+        return {"input_ids": torch.zeros(1, num_tokens, dtype=torch.int64)}
+
+    assert probed_kinds(tokenizer, 128).shape == ((NUM_KINDS, found) if found else (0, 0))
+    assert len(kind_windows(tokenizer, 128)) == (NUM_KINDS if num_tokens else 0)
+
+
+def test_other_kinds_with_tokens_that_have_no_row_are_left_out(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    model = open_model(str(make_checkpoint(vocabulary=8)), tmp_path)
+    text = Text(torch.zeros(2, 16, dtype=torch.int64), "a text")
+    assert probe_text(model, text) is text
 
 
 def test_no_text_has_a_part_in_the_choice_of_sizes_and_in_the_check() -> None:
