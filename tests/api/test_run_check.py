@@ -30,7 +30,7 @@ from oneshot.report.sharing import without_local_paths
 from oneshot.report.summary import summary
 from oneshot.report.words import CUT, LANGUAGES, far_kind, verdict
 from oneshot.text import load_text, load_tokenizer
-from oneshot.text.kinds import FILE as KINDS_FILE
+from oneshot.text.kinds import CHECKED as KINDS_FILE
 from oneshot.text.languages import KNOWN, languages
 
 NAME_COLUMNS = 14  # of a line of the summary
