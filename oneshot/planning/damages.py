@@ -15,6 +15,8 @@ from oneshot.planning.options import head_sizes
 from oneshot.planning.plan import Plan, RemovedUnit
 from oneshot.planning.vocabulary import vocabulary_ranges
 
+# No later layer corrects what a smaller embedding or head loses (benchmarks/records/experiments.md).
+TABLE_CAUTION = 1.4
 # Of what removed experts cost, this share stays when the others are corrected (benchmarks/records/experiments.md).
 CORRECTED_SHARE = 0.45
 TINY = torch.finfo(torch.float64).tiny
@@ -74,14 +76,14 @@ def even_damages(grid: Grid, head_unit: RemovedUnit) -> Damages:
 def sensitivity_damages(profile: Profile, _: Grid) -> Damages:
     """Return squared errors times the measured divergence of the model's output, in nats per token.
 
-    A sublayer that is left out counts its own measured divergence.
+    Tables of the vocabulary count `TABLE_CAUTION` times, and a sublayer that is left out its own measured divergence.
     """
     damages = _weighted_errors(profile, profile.ffn_sensitivity, profile.head_sensitivity)
     damages["ffn"][:, 0], damages["heads"][:, 0] = profile.ffn_divergence, profile.head_divergence
     for table in TABLES:
         errors, probes = profile.of_table(table, "errors"), profile.of_table(table, "probes")
         if len(errors):
-            damages[table] = table_damages(probes, errors)
+            damages[table] = TABLE_CAUTION * table_damages(probes, errors)
     ranks = profile.stream_sensitivity.view(-1, 1, 1) * profile.rank_errors
     return damages | {
         "query_key_size": profile.query_key_sensitivity.unsqueeze(1) * profile.query_key_errors,
