@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from oneshot import text as text_package
 from oneshot.config import Config, Target
 from oneshot.machine import ALONE, Machine, Workers
 from oneshot.method import Method
 from oneshot.planning import Budget, Damages, Grid, Problem
 from oneshot.text import load_text, load_tokenizer
+from oneshot.text.kinds import PROBED
 
 GPT2_SIZES = {
     "hidden_size": "n_embd",
@@ -104,7 +104,7 @@ def profiled_tokens(config: Config) -> tuple[torch.Tensor, torch.Tensor]:
     """
     tokens, tokenizer = calibration_tokens(config), load_tokenizer(Path(config.checkpoint))
     own, length = max(1, min(2, len(tokens) // 8)), tokens.shape[1] // 2
-    rows = [json.loads(line) for line in (Path(text_package.__file__).parent / "probes.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in PROBED.read_text().splitlines()]
     kinds = [tokenizer(row["text"])["input_ids"][:length] for row in rows]
     assert {len(ids) for ids in kinds} == {length}
     return tokens[:-own], torch.cat((tokens[-own:].reshape(-1, length), torch.tensor(kinds)))

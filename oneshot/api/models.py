@@ -104,11 +104,10 @@ def _tell_of_changes(model: Any) -> None:
         own = vars(module).get("forward", module.forward)
         if getattr(own, "__func__", own) is not type(module).forward and not hasattr(module, "_hf_hook"):
             replaced.append(name or type(module).__name__)
-    for what, names in (("forward hooks", hooked), ("forward methods of their own", replaced)):
+    for what, names in (("forward hooks", hooked), ("replaced forward methods", replaced)):
         if names:
             logger.warning(
-                "Modules of the model have %s (%s), which a checkpoint does not hold: the result is of the model "
-                "without them.",
+                "The model has %s (%s), which a checkpoint does not hold: the result is of the model without them.",
                 what,
                 ", ".join([*names[:3], *(["..."] if names[3:] else [])]),
             )

@@ -33,9 +33,10 @@ def of_one_process(
         return shared
     batches = {"curvature": work.curvature_batches, "profile": _batches(work, STATISTICS_SEQUENCES)}
     documents = math.ceil(work.source_tokens.get(SELF, 0) / DOCUMENT_TOKENS)
+    probes = min(TABLE_PROBES, work.text.num_sequences)
     for stage, phases in shared.items():
         _scale_(phases, OF_TEXT, _longest_part(batches.get(stage, _batches(work)), count))
-        _scale_(phases, {"embedding"}, _longest_part(min(TABLE_PROBES, work.text.num_sequences), count))
+        _scale_(phases, {"embedding"}, _longest_part(probes, count))
         _scale_(phases, {"own text"}, _longest_part(math.ceil(documents / work.documents_together), count))
         if stage == "profile" and work.shape.experts is None:
             ffn, ranks = sum(phases.get(phase, 0.0) for phase in OF_NEURONS), phases.get("ranks", 0.0)

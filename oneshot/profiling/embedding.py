@@ -30,8 +30,8 @@ class TableProbes:
     """State one kind of sequences that pass the model with a smaller table.
 
     Attributes:
-        builder: of the layers that they pass. token_ids: `(sequences, length)`, of all workers. dense: the dense states
-            behind the last layer of this worker's `part`, `(length, D)` of each.
+        builder: the builder of the layers that they pass. token_ids: `(sequences, length)`, of all workers.
+        part: this worker's sequences of them. dense: their dense states behind the last layer, `(length, D)` of each.
     """
 
     builder: LayerBuilder
@@ -162,8 +162,7 @@ def _passed(
 
 def _embedded(embedding: torch.Tensor, sequences: Sequence[TableProbes]) -> list[torch.Tensor]:
     """Return the states before the first layer of every kind, `(sequences, length, D)`."""
-    batches = (Batch(NO_ROWS, one.token_ids[one.part]) for one in sequences)
-    return [one.builder.embed(embedding, batch) for one, batch in zip(sequences, batches, strict=True)]
+    return [one.builder.embed(embedding, Batch(NO_ROWS, one.token_ids[one.part])) for one in sequences]
 
 
 def _read_by_head(

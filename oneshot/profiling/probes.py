@@ -172,8 +172,8 @@ def probe_text(model: Model, own: Text) -> Text:
 
     What a size costs on text that the calibration text lacks differs by layers and tables: in a coder the middle layers
     cost twice to four times as much as on the calibration text, and the embedding as much
-    (benchmarks/records/experiments.md). Examples of their own lengths have no others, nor have
-    models without a tokenizer of such text.
+    (benchmarks/records/experiments.md). Examples of their own lengths have no others, nor have models without a
+    tokenizer of such text.
     """
     folder, length = model.checkpoint.folder, own.longest // PIECES
     packed = own.lengths is None and own.decoder is None

@@ -55,7 +55,7 @@ class LayerProfiler:
         curvature: output curvature, in whose metric errors of FFNs and of ranks are measured; None for squared errors.
 
     Attributes:
-        text: what the statistics are of. batch: the tokens of the probes. builder: of the layers that they pass.
+        text: the text of the statistics. batch: the tokens of the probes.
     """
 
     def __init__(
@@ -85,8 +85,8 @@ class LayerProfiler:
         self._has_kinds = probed_text is not own
         [self.batch] = probed_text.batches(probed_text.num_sequences)
         self.states = States(model, machine, self.text, further=[self.batch], advance=advance)
-        self.builder = LayerBuilder(model, machine, probed_text.longest)
-        embedded = self.builder.embed(model.read_embedding(), self.batch)
+        self._builder = LayerBuilder(model, machine, probed_text.longest)
+        embedded = self._builder.embed(model.read_embedding(), self.batch)
         most = num_probes(probed, model.shape.num_hidden_layers, self._predicts)
         self._probes = Probes(embedded, machine, most, self.states.memory_of_one(self.batch))
         self._curves: list[Tensors] = []
@@ -106,7 +106,7 @@ class LayerProfiler:
             return None
         ids = self.batch.token_ids[-NUM_KINDS:]
         part = self._machine.workers.part(len(ids))
-        return TableProbes(self.builder, ids, part, self._probes.dense[-len(ids) :][part].unbind())
+        return TableProbes(self._builder, ids, part, self._probes.dense[-len(ids) :][part].unbind())
 
     def profile_layer(self, layer: int, tensors: Tensors) -> None:
         """Measure the dense layer's statistics and error curves, and move the probes through it."""
@@ -115,7 +115,7 @@ class LayerProfiler:
         tensors, stack = self._upload(tensors), self._model.family.stack_of(layer)
         workers, probed = self._machine.workers, self._measures.probed
         of_text = self.states.dense_layer(layer, tensors)
-        dense = self.builder.layer(layer, tensors, self._probes.memory)
+        dense = self._builder.layer(layer, tensors, self._probes.memory)
         self._probes.move(dense)
         curvature = None if self._curvature is None else self._curvature.of_layer(layer, self._machine.device)
         # 2. The layer's statistics, while its text moves through it.
@@ -133,7 +133,7 @@ class LayerProfiler:
         attended = dense.moved(mixer, before, of_mixer.total)
         of_ffn = self._output(dense, stack, ffn, attended, tensors)
         model, machine, measures = self._model, self._machine, self._measures
-        profile = LayerProfile(model, machine, self.builder, self._probes, measures, layer, tensors, dense)
+        profile = LayerProfile(model, machine, self._builder, self._probes, measures, layer, tensors, dense)
         self._influence.append(statistics.influence)
         # 4. Of what this worker has to compute: the curves of attention, and its probes.
         own = self._own_tasks(stack, layer, tensors)

@@ -252,7 +252,7 @@ def test_forward_hooks_are_left_out_and_told_unless_transformers_made_them(
     assert "which a checkpoint does not hold" not in caplog.text
     model.model.layers[1].mlp.register_forward_hook(lambda module, inputs, output: 2 * output)
     oneshot.compress(model, tmp_path / "hooked", **options)
-    assert "have forward hooks (model.layers.1.mlp), which a checkpoint does not hold" in caplog.text
+    assert "The model has forward hooks (model.layers.1.mlp), which a checkpoint does not hold" in caplog.text
 
 
 def test_a_forward_of_an_object_is_left_out_and_told_unless_it_is_that_of_its_class(
@@ -269,7 +269,9 @@ def test_a_forward_of_an_object_is_left_out_and_told_unless_it_is_that_of_its_cl
     assert "which a checkpoint does not hold" not in caplog.text
     mlp.forward = lambda states: 2 * type(mlp).forward(mlp, states)
     oneshot.compress(model, tmp_path / "replaced", **options)
-    assert "have forward methods of their own (model.layers.0.mlp), which a checkpoint does not hold" in caplog.text
+    assert (
+        "The model has replaced forward methods (model.layers.0.mlp), which a checkpoint does not hold" in caplog.text
+    )
 
 
 def test_a_model_that_transformers_does_not_save_is_told_with_the_cause(tokenizer: Any, tmp_path: Path) -> None:

@@ -8,17 +8,17 @@ import pytest
 import torch
 from factories import MakeCheckpoint
 
-from oneshot import text as text_package
 from oneshot.checkpoint import open_model
 from oneshot.profiling.probes import probe_sequences, probe_shape, probe_text
 from oneshot.text import NUM_KINDS, TOKENS_OF_A_KIND, Text, kind_windows, load_tokenizer, probed_kinds
+from oneshot.text.kinds import CHECKED, PROBED
+from oneshot.text.sources import BUILTIN_FILE
 
 WORDS = 80
 
 
-def texts_of(name: str) -> list[str]:
-    lines = (Path(text_package.__file__).parent / name).read_text(encoding="utf-8").splitlines()
-    return [json.loads(line)["text"] for line in lines]
+def texts_of(file: Path) -> list[str]:
+    return [json.loads(line)["text"] for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def text_of(num_sequences: int, length: int) -> Text:
@@ -43,7 +43,7 @@ def test_pieces_of_the_text_and_other_kinds_are_equally_long(
     for index, piece in enumerate(pieces):
         assert torch.equal(piece, own.token_ids[index // 2][index % 2 * len(piece) :][: len(piece)])
     tokenizer = load_tokenizer(folder)
-    for row, text_of_kind in zip(found.token_ids[-NUM_KINDS:], texts_of("probes.jsonl"), strict=True):
+    for row, text_of_kind in zip(found.token_ids[-NUM_KINDS:], texts_of(PROBED), strict=True):
         assert row.tolist() == tokenizer(text_of_kind)["input_ids"][: len(row)]
 
 
@@ -77,7 +77,7 @@ def test_other_kinds_with_tokens_that_have_no_row_are_left_out(make_checkpoint: 
 
 
 def test_no_text_has_a_part_in_the_choice_of_sizes_and_in_the_check() -> None:
-    probed, checked, calibrated = (texts_of(name) for name in ("probes.jsonl", "kinds.jsonl", "builtin.jsonl"))
+    probed, checked, calibrated = (texts_of(file) for file in (PROBED, CHECKED, BUILTIN_FILE))
     assert len(probed) == len(checked) == NUM_KINDS
     of_probes, others = (
         {line for text in texts for line in text.splitlines() if len(line) > 40}
