@@ -5,6 +5,7 @@ from oneshot.checkpoint.compressed_tensors import rounds_inputs
 from oneshot.checkpoint.found_class import stating_class
 from oneshot.checkpoint.further import FurtherLayer, FurtherLayers, further_layers
 from oneshot.checkpoint.gguf import GgufCheckpoint, open_gguf
+from oneshot.checkpoint.gguf_file import parts_of
 from oneshot.checkpoint.journal import Journal
 from oneshot.checkpoint.locate import locate_checkpoint, open_headers, open_model
 from oneshot.checkpoint.model import Model, identify

@@ -6,6 +6,7 @@ are only counted. The layout is in ggml's docs/gguf.md.
 
 import mmap
 import os
+import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ MAGIC, VERSIONS = b"GGUF", (2, 3)
 FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
 ALIGNMENT = 32
+FIRST_PART = re.compile(r"(.*)-00001-of-(\d{5})\.gguf", re.DOTALL)
 NUMBER, COUNT, ALL_TENSORS = "split.no", "split.count", "split.tensors.count"  # of parts, counted from 0
 PANEL_VALUES = 2**22  # values that are dequantised at once
 
@@ -176,12 +178,21 @@ class GgufModel:
         return self._part_of[name].read(name, rows)
 
 
+def parts_of(path: Path) -> list[Path]:
+    """Return the paths of all parts of a model, by the name of its first part; of any other file its own alone."""
+    found = FIRST_PART.fullmatch(path.name)
+    if found is None:
+        return [path]
+    count = int(found[2])
+    return [path.with_name(f"{found[1]}-{number + 1:05d}-of-{count:05d}.gguf") for number in range(count)]
+
+
 def _part(path: Path, first: GgufFile, number: int) -> GgufFile:
     """Return a further part of the model whose first part is at `path`; raises as `GgufModel`."""
     count, ending = first.metadata[COUNT], f"-00001-of-{first.metadata[COUNT]:05d}.gguf"
     if first.metadata.get(NUMBER, 0) != 0 or not path.name.endswith(ending):
         raise ValueError(f"it is one of {count} parts, of which the first one ends with {ending}")
-    beside = path.with_name(path.name.removesuffix(ending) + f"-{number + 1:05d}-of-{count:05d}.gguf")
+    beside = parts_of(path)[number]
     if not beside.is_file():
         raise ValueError(f"its part {beside.name} is missing")
     part = GgufFile(beside)

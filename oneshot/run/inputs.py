@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 from oneshot.architecture import StackShape, predicts_tokens, stated_class
-from oneshot.checkpoint import Checkpoint, GgufCheckpoint, Model, identify, locate_checkpoint, open_gguf
+from oneshot.checkpoint import Checkpoint, GgufCheckpoint, Model, identify, locate_checkpoint, open_gguf, parts_of
 from oneshot.checkpoint.dtypes import DTYPES
 from oneshot.checkpoint.safe_files import module_folders
 from oneshot.checkpoint.tables import NOISE, sampled_difference, tied
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 def paths_read(config: Config) -> dict[str, list[Path]]:
     """Return the files and folders on this machine that a run reads, by what a sentence calls them."""
     checkpoint = Path(os.path.expanduser(config.checkpoint))  # as `open_gguf`
-    found = {"the input checkpoint": [checkpoint] if checkpoint.exists() else []}
+    found = {"the input checkpoint": [path for path in parts_of(checkpoint) if path.exists()]}
     if checkpoint.is_dir():
         found["the input checkpoint"] += [checkpoint / place for place in module_folders(checkpoint)]
     for source in split_sources(config.text.calibration):

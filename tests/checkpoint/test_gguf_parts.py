@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from oneshot.checkpoint import locate_checkpoint, open_gguf
+from oneshot.cli.imatrix import main as imatrix
 from oneshot.errors import CheckpointError
 
 Split = Callable[..., list[Path]]
@@ -81,6 +82,19 @@ def test_parts_that_do_not_make_a_whole(split: Split, tmp_path: Path) -> None:
     assert "(it ends early)" in message()
     split(3, **{"general.name": "another"})
     assert "is a part of another model: general.name is another" in message()
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_no_part_is_replaced_by_an_importance_matrix(
+    number: int, split: Split, text_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts = split(3)
+    before = [part.read_bytes() for part in parts]
+    options = [f"--calibration={text_file}", "--num-sequences=2", "--sequence-length=16", "--device=cpu", "--overwrite"]
+    assert imatrix([str(parts[0]), f"--output={parts[number]}", "--quiet", *options]) == 1
+    said = capsys.readouterr().err
+    assert f"{parts[number]} belongs to the input checkpoint; choose another --output." in said
+    assert [part.read_bytes() for part in parts] == before
 
 
 def test_a_file_without_tensors(tmp_path: Path) -> None:
