@@ -23,11 +23,13 @@ W4A16 = {"quant_method": "compressed-tensors", "format": "pack-quantized", "igno
 ORDERED = W4A16 | {"config_groups": {"group_0": {"targets": ["Linear"], "weights": FOUR_BITS | {"actorder": "group"}}}}
 W4A16 |= {"config_groups": {"group_0": {"targets": ["Linear"], "weights": FOUR_BITS}}}
 LLAMA, GRANITE, NO_RANKS, HUNYUAN = "llama", "granite", "granite, no ranks", "hunyuan_v1_dense"
+RANGES = "groups on two GPUs, beside a head of ranges"  # which are tables, so no quantiser has to leave them out
 QUANTISED: dict[tuple[str, str], tuple[dict[str, Any], str]] = {  # and what config.json states
     (LLAMA, "a quantised head"): (HEAD | {"ignore": []}, "has a quantised output head"),
     (LLAMA, "a quantised cache"): (W8A8 | {"kv_cache_scheme": EIGHT_BITS}, "has a quantised KV cache"),
     (LLAMA, "rotated linears"): (W8A8 | {"transform_config": {"config_groups": {}}}, "has rotated linears"),
     (LLAMA, "groups on two GPUs"): (W4A16, "which 2 GPUs cannot share in groups of 128 weights"),
+    (LLAMA, RANGES): (W4A16 | {"ignore": []}, "which 2 GPUs cannot share in groups of 128 weights"),
     (LLAMA, "ordered groups on two GPUs"): (ORDERED, "has groups in the order of activations"),
     (GRANITE, "a quantised file"): (W8A8, "has no quantised linears for this family (compressed-tensors)"),
 }
@@ -87,6 +89,8 @@ def errors(
         config = json.loads((one / "config.json").read_text())
         if (result, name) in QUANTISED:
             config["quantization_config"] = QUANTISED[result, name][0]
+        if name == RANGES:
+            config |= {"own_head": True, "output_head": [{"rows": config["vocab_size"], "rank": 8}]}
         if name == "neurons on two GPUs":
             (config["layers"] if result == LLAMA else config["sizes"]["layers"])[1]["intermediate_size"] = 77
         if name == "KV heads on two GPUs":

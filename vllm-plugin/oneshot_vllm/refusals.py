@@ -72,7 +72,8 @@ def refuse_quantisation(vllm_config: VllmConfig) -> None:
             raise ValueError(
                 f"The checkpoint has {what}, which oneshot-vllm has not; quantise the result without that."
             )
-    if not reads_ranges(config) and not is_ignored("lm_head", stated.get("ignore") or ()):
+    has_linear_head = not reads_ranges(config) and config.output_head is None  # ranges are tables, not linears
+    if has_linear_head and not is_ignored("lm_head", stated.get("ignore") or ()):
         raise ValueError(
             "The checkpoint has a quantised output head, which oneshot-vllm has not; quantise the result with "
             "ignore=['lm_head']."
