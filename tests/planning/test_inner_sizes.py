@@ -172,7 +172,7 @@ def test_curves_and_sensitivities_are_those_of_the_stock_model(
             for value in keys.values():
                 value[torch.cat((own, own + SIZE // 2)) + SIZE * group] = 0
         expected = divergence(f"model.layers.{layer}.self_attn.k_proj", keys) / float(errors[2 * pairs])
-        assert float(found.query_key_sensitivity[layer]) == pytest.approx(expected, rel=2e-2)
+        assert float(found.query_key_sensitivity[layer]) == pytest.approx(expected, rel=1e-3)
 
         heads, weight = rows["o_proj"], attention.o_proj.weight.detach().double().numpy()
         errors = found.value_errors[layer]
@@ -185,12 +185,12 @@ def test_curves_and_sensitivities_are_those_of_the_stock_model(
         basis = scipy.linalg.orth(best, rcond=1e-6)
         gram = basis.T @ heads.T @ heads @ basis
         ridge = DAMPING * np.trace(gram) / len(gram) * np.eye(len(gram))
-        start = basis.T @ best.T @ weight.T
+        start = basis.T @ best @ weight.T
         solved = np.linalg.solve(gram + ridge, basis.T @ heads.T @ heads @ weight.T + ridge @ start)
         writer = torch.from_numpy((basis @ solved).T.copy()).float()
         expected = divergence(f"model.layers.{layer}.self_attn.o_proj", {"weight": writer}) / float(errors[size])
         assert float(errors[size]) >= MIN_PROBE_ERROR
-        assert float(found.value_sensitivity[layer]) == pytest.approx(expected, rel=4e-2)
+        assert float(found.value_sensitivity[layer]) == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "opt"])
