@@ -53,9 +53,14 @@ FORMS = (
     "Frequently asked questions about {topic}\n\nQ: ",
     "Dear Sir, I am writing about {topic}. ",
     "A guide to {topic} for beginners\n\n",
+    # code is more than a third: without it, a model loses most there
     "# A Python program about {topic}\n\nimport ",
     '"""{Topic}: a Python module."""\n\nclass ',
     "```python\n# a function for {topic}\ndef ",
+    "# tests for {topic}\n\nimport pytest\nfrom ",
+    "// {Topic} in JavaScript\n\nfunction ",
+    "Here is the code of a class for {topic}:\n\n```python\nfrom ",
+    "/* {Topic}: a C library */\n#include <",
 )
 TOPICS = (
     *("the history of a small town", "gardening", "football", "soup", "rivers", "computer networks"),
