@@ -149,9 +149,11 @@ class GgufModel:
     """
 
     def __init__(self, path: Path) -> None:
-        first = GgufFile(path)
+        first, paths = GgufFile(path), parts_of(path)
         count = first.metadata.get(COUNT, 1)
-        self._parts = [first, *(_part(path, first, number) for number in range(1, count))]
+        if count > 1 and (first.metadata.get(NUMBER, 0) != 0 or len(paths) != count):
+            raise ValueError(f"it is one of {count} parts, of which the first one ends with -00001-of-{count:05d}.gguf")
+        self._parts = [first, *(_part(paths[number], first, number) for number in range(1, count))]
         self.metadata, self.num_bytes = first.metadata, sum(part.num_bytes for part in self._parts)
         self.header_bytes = min((tensor.start for tensor in first.tensors.values()), default=first.num_bytes)
         self._part_of: dict[str, GgufFile] = {}
@@ -187,12 +189,8 @@ def parts_of(path: Path) -> list[Path]:
     return [path.with_name(f"{found[1]}-{number + 1:05d}-of-{count:05d}.gguf") for number in range(count)]
 
 
-def _part(path: Path, first: GgufFile, number: int) -> GgufFile:
-    """Return a further part of the model whose first part is at `path`; raises as `GgufModel`."""
-    count, ending = first.metadata[COUNT], f"-00001-of-{first.metadata[COUNT]:05d}.gguf"
-    if first.metadata.get(NUMBER, 0) != 0 or not path.name.endswith(ending):
-        raise ValueError(f"it is one of {count} parts, of which the first one ends with {ending}")
-    beside = parts_of(path)[number]
+def _part(beside: Path, first: GgufFile, number: int) -> GgufFile:
+    """Return a further part of the model with this `first` part; raises as `GgufModel`."""
     if not beside.is_file():
         raise ValueError(f"its part {beside.name} is missing")
     part = GgufFile(beside)

@@ -53,7 +53,7 @@ FORMS = (
     "Frequently asked questions about {topic}\n\nQ: ",
     "Dear Sir, I am writing about {topic}. ",
     "A guide to {topic} for beginners\n\n",
-    # code is more than a third: without it, a model loses most there
+    # the others are code, more than a third of all: without them, a model loses most there
     "# A Python program about {topic}\n\nimport ",
     '"""{Topic}: a Python module."""\n\nclass ',
     "```python\n# a function for {topic}\ndef ",
