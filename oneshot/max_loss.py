@@ -9,7 +9,7 @@ from oneshot.checkpoint import open_gguf, output_folder
 from oneshot.config import Config
 from oneshot.export import with_kept_dtype
 from oneshot.job import Job, plan_jobs
-from oneshot.pipeline import compress_job
+from oneshot.pipeline import compress_job, refuse_ahead
 from oneshot.report.progress import Shown, Tracker
 from oneshot.report.records import Report
 from oneshot.run import Run, open_run, reported
@@ -26,6 +26,7 @@ def compress_within(config: Config, check: Check, *, show_progress: Shown | Trac
     planned once more by what was measured, and replaces the first. Otherwise as `pipeline.compress`.
     """
     config = with_kept_dtype(config, open_gguf(config.checkpoint))
+    refuse_ahead([config])
     with open_run(config, [output_folder(config.output)], show_progress) as run:
 
         def checked(config: Config) -> Report:

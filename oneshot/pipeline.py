@@ -1,6 +1,7 @@
 """The order of the stages: open, plan, read text, profile, find subspaces, compress layers, export."""
 
 import logging
+import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,7 +20,7 @@ from oneshot.checkpoint import (
     refuse_unwritable,
 )
 from oneshot.config import Config
-from oneshot.errors import ConfigError, OutputError, cause
+from oneshot.errors import CheckpointError, ConfigError, OutputError, cause
 from oneshot.export import OriginalTypes, price_original, tensor_names, with_kept_dtype, write_imatrix
 from oneshot.footprint import TYPES, current_bounds, offload_folder, refuse_conversion, with_conversion
 from oneshot.job import (
@@ -45,7 +46,7 @@ from oneshot.profiling import (
 )
 from oneshot.report.grams import gram_sentences
 from oneshot.report.mixture import verdict_record
-from oneshot.report.progress import ProgressBar, Shown, Tracker
+from oneshot.report.progress import ProgressBar, Shown, Tracker, unheard
 from oneshot.report.records import Footprint, Report
 from oneshot.run import Run, footprint_of, open_run, paths_read, stages_of
 from oneshot.schedule import Schedule, profile_schedule
@@ -65,6 +66,7 @@ def compress(config: Config, *, show_progress: Shown | Tracker = False) -> Repor
     if config.target.max_loss is not None:
         raise ConfigError("--max-loss is judged by a check at the end, which this run leaves out; ask for a size.")
     config = with_kept_dtype(config, open_gguf(config.checkpoint))
+    refuse_ahead([config])
     with open_run(config, [output_folder(config.output)], show_progress) as run:
         [job] = plan_jobs([config], run)
         return compress_job(job)
@@ -78,14 +80,43 @@ def compress_sizes(
     All targets are planned before the first run, so that one out of reach is refused before any work.
     """
     configs = configs_of(with_kept_dtype(config, open_gguf(config.checkpoint)), sparsities)
-    # the largest target decides whether a model needs further tensors
-    largest = max(configs, key=lambda one: one.target.sparsity or 0)
-    with open_run(largest, [output_folder(one.output) for one in configs], show_progress) as run:
+    refuse_ahead(configs)
+    with open_run(_largest(configs), [output_folder(one.output) for one in configs], show_progress) as run:
         reports = []
         for job in plan_jobs(configs, run):  # what all share counts for the first
             reports.append(compress_job(job))
             run.begin_next()
         return reports
+
+
+def refuse_ahead(configs: Sequence[Config]) -> None:
+    """Raise what is known without weights before they are fetched, or a GGUF file is converted; nothing is shown.
+
+    A local folder of weights is planned soon enough by the run itself.
+    """
+    first = configs[0]
+    if os.path.isdir(os.path.expanduser(first.checkpoint)):
+        return
+    with unheard(), torch.inference_mode():
+        try:
+            source = open_headers(first.checkpoint, Path(), first.revision)
+        except CheckpointError:  # opening the run tells of it, or finds the model in the hub's cache
+            return
+        run = Run(_largest(configs), Path(), [output_folder(config.output) for config in configs], source=source)
+        for config in configs:
+            _planned_on_headers(config, run, dry=False)
+
+
+def _largest(configs: Sequence[Config]) -> Config:
+    """Return the config with the largest target, which decides whether a model needs further tensors."""
+    return max(configs, key=lambda one: one.target.sparsity or 0)
+
+
+def _planned_on_headers(config: Config, run: Run, *, dry: bool) -> Job:
+    """Return a job whose weights cannot be read, so that a budget of seconds is taken as one of FLOPs."""
+    refuse_idle(run.grid, run.method, config)
+    is_timed = config.target.budget == "latency"
+    return Job(config, run, target=replace(config.target, budget="flops") if is_timed else config.target, dry=dry)
 
 
 def compress_job(job: Job) -> Report:
@@ -175,12 +206,8 @@ def predict(config: Config) -> Footprint:
         if gguf is not None:
             bounds = current_bounds(config.machine, run.machine.device)
             refuse_conversion(config.checkpoint, gguf, config.machine, bounds)
-        target = config.target
-        if target.budget == "latency":
-            target = replace(target, budget="flops")
-        refuse_idle(run.grid, run.method, config)
-        job = Job(config, run, target=target, dry=True)
-        if target.max_loss is not None or target.finds_share:
+        job = _planned_on_headers(config, run, dry=True)
+        if config.target.max_loss is not None or config.target.finds_share:
             logger.warning(
                 "The size is known after the profile; until then the smallest step stands for it, which needs the most."
             )

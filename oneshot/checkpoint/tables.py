@@ -42,7 +42,7 @@ def check_copies(checkpoint: Checkpoint, family: Description, ties: Mapping[str,
         own, shape = checkpoint.shapes.get(copied), checkpoint.shapes.get(name)
         if copied == family.head or own is None or not shape:
             continue
-        if own != shape or (checkpoint.weights_at_hand and not _are_equal(checkpoint, (name, copied))):
+        if own != shape or not _are_equal(checkpoint, (name, copied)):
             untied = f", or state tie_word_embeddings false and store {' and '.join(ties)}"
             raise CheckpointError(
                 f"{checkpoint.stored(copied)} is stored with other values than {checkpoint.stored(name)}, although "
@@ -53,7 +53,7 @@ def check_copies(checkpoint: Checkpoint, family: Description, ties: Mapping[str,
 def sampled_difference(checkpoint: Checkpoint, family: Description) -> float | None:
     """Return the relative difference of some rows of the embedding and a head of its own; None without such a head."""
     names = _pair(checkpoint, family)
-    if names is None or family.decoder is not None:
+    if names is None or family.decoder is not None or not checkpoint.weights_at_hand:
         return None
     rows = checkpoint.shapes[names[0]][0]
     return _difference(checkpoint, names, range(0, rows, max(SAMPLED_ROWS, rows // SAMPLES)), SAMPLED_ROWS)
@@ -68,7 +68,8 @@ def tied(checkpoint: Checkpoint, family: Description) -> Checkpoint:
     if names is None or family.decoder is not None:
         raise PlanError("--tie needs an output head that is stored beside the embedding; leave it out.")
     rows = checkpoint.shapes[names[0]][0]
-    difference = _difference(checkpoint, names, range(0, rows, PANEL_ROWS), PANEL_ROWS)
+    is_at_hand = checkpoint.weights_at_hand  # if it is not, a run will see
+    difference = _difference(checkpoint, names, range(0, rows, PANEL_ROWS), PANEL_ROWS) if is_at_hand else 0.0
     if difference > NOISE:
         raise PlanError(
             f"--tie needs two copies of one table, but head and embedding differ by {difference:.0%}; leave it out."
@@ -81,9 +82,9 @@ def tied(checkpoint: Checkpoint, family: Description) -> Checkpoint:
 
 
 def _pair(checkpoint: Checkpoint, family: Description) -> tuple[str, str] | None:
-    """Return the names of the embedding and of a head of the same shape; None if one cannot be read."""
+    """Return the names of the embedding and of a head of the same shape; None without such a head."""
     embedding, head = family.stack.embedding, family.head
-    if head is None or not checkpoint.weights_at_hand:
+    if head is None:
         return None
     if checkpoint.shapes.get(head, ()) != checkpoint.shapes.get(embedding):
         return None
@@ -91,7 +92,9 @@ def _pair(checkpoint: Checkpoint, family: Description) -> tuple[str, str] | None
 
 
 def _are_equal(checkpoint: Checkpoint, names: tuple[str, str]) -> bool:
-    """Return whether two tensors of one shape have the same values."""
+    """Return whether two tensors of one shape have the same values; it is taken for granted where none can be read."""
+    if not checkpoint.weights_at_hand:
+        return True
     starts = range(0, checkpoint.shapes[names[0]][0], PANEL_ROWS)
     return all(itertools.starmap(torch.equal, _panels(checkpoint, names, starts, PANEL_ROWS)))
 

@@ -193,6 +193,25 @@ class ProgressBar:
         self._tracker.advanced(name, self._passed, whole or None, detail=detail, note=self._note)
 
 
+@contextmanager
+def unheard() -> Iterator[None]:
+    """Keep all that this thread logs meanwhile from whoever listens: it is about to be said again."""
+    thread = threading.get_ident()
+
+    def is_of_another(record: logging.LogRecord) -> bool:
+        return record.thread != thread
+
+    listening = [*logging.getLogger().handlers, *logging.getLogger("oneshot").handlers, logging.lastResort]
+    handlers = [handler for handler in listening if handler is not None]
+    for handler in handlers:
+        handler.addFilter(is_of_another)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(is_of_another)
+
+
 class WarningLog(logging.Handler):
     """Collect this package's warnings of the present thread for the report. A context manager.
 

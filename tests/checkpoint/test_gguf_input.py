@@ -16,9 +16,11 @@ from hypothesis import strategies as st
 from oneshot.checkpoint import locate_checkpoint, open_gguf
 from oneshot.checkpoint.gguf_file import GgufFile, GgufModel
 from oneshot.checkpoint.gguf_rotary import reason_against_rotary, rotary_factors, rotary_parameters
-from oneshot.errors import CheckpointError
+from oneshot.config import Config
+from oneshot.errors import CheckpointError, OneshotError
 from oneshot.evaluation.models import load_model
-from oneshot.pipeline import compress, predict
+from oneshot.max_loss import compress_within
+from oneshot.pipeline import compress, compress_sizes, predict
 from oneshot.text import load_tokenizer
 
 CPU = torch.device("cpu")
@@ -47,6 +49,24 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {"family": "qwen2", "rope_parameters": YARN},
     "qwen3": {"family": "qwen3", "head_dim": 16, "rope_parameters": YARN},
     "wide heads": {"head_dim": 16},
+}
+
+
+def several(config: Config) -> None:
+    compress_sizes(config, [0.05, 0.06])
+
+
+def within(config: Config) -> None:
+    compress_within(config, lambda *_: pytest.fail("it is checked"))
+
+
+REQUESTS: dict[str, tuple[Callable[[Config], Any], dict[str, Any], str]] = {
+    "output": (compress, {"output": "in-the-way"}, "in-the-way exists"),
+    "one of several outputs": (several, {"output": "in-the-way"}, "sparsity-0.06 exists"),
+    "text": (compress, {"calibration": "missing.txt"}, r"missing\.txt does not exist"),
+    "size": (compress, {"sparsity": 0.99}, "down to"),
+    "text for a budget of seconds": (compress, {"budget": "latency", "calibration": "missing.txt"}, r"missing\.txt"),
+    "setting of a loss": (within, {"sparsity": None, "max_loss": 0.1}, "--max-loss is planned by a profile"),
 }
 Edit = Callable[..., Path]
 
@@ -327,6 +347,35 @@ def test_the_result_has_the_files_dtype(stored: str, result: str, as_gguf: Edit,
     assert (folder / "model.safetensors").stat().st_size == pytest.approx(predicted, rel=0.1)
     assert report.config["save_dtype"] == result
     assert f"Weights are stored as `{result}`." in (folder / "README.md").read_text()
+
+
+def test_a_warning_is_given_once(as_gguf: Edit, make_config: MakeConfig, caplog: pytest.LogCaptureFixture) -> None:
+    """Although the run is planned before the conversion and after it."""
+    compress(make_config(as_gguf(), sparsity=0.05, num_sequences=2))
+    assert "calibration tokens are few" in caplog.text
+    assert len(caplog.messages) == len({*caplog.messages})
+
+
+@pytest.mark.parametrize(("run", "unfit", "told"), REQUESTS.values(), ids=REQUESTS)
+def test_a_request_that_fails_converts_nothing(
+    run: Callable[[Config], Any],
+    unfit: dict[str, Any],
+    told: str,
+    as_gguf: Edit,
+    make_config: MakeConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Nothing is said before the error."""
+    monkeypatch.setattr("oneshot.checkpoint.locate.convert_gguf", lambda *_: pytest.fail("it is converted"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in-the-way" / "sparsity-0.06").mkdir(parents=True)
+    (tmp_path / "in-the-way" / "sparsity-0.06" / "precious").touch()
+    config = make_config(as_gguf(), **{"sparsity": 0.05} | unfit)
+    with pytest.raises(OneshotError, match=told):
+        run(config)
+    assert not caplog.records
 
 
 def test_a_gguf_file_becomes_a_smaller_one(as_gguf: Edit, make_config: MakeConfig, tmp_path: Path) -> None:

@@ -9,10 +9,11 @@ import pytest
 import torch
 from factories import MakeCheckpoint, MakeConfig
 from huggingface_hub.utils._safetensors import SafetensorsFileMetadata, SafetensorsRepoMetadata, TensorInfo
+from safetensors.torch import load_file, save_file
 
 from oneshot.checkpoint import Checkpoint, locate
-from oneshot.errors import CheckpointError
-from oneshot.pipeline import predict
+from oneshot.errors import CalibrationError, CheckpointError
+from oneshot.pipeline import compress, predict
 
 NAME = "someone/model"
 
@@ -37,7 +38,7 @@ def on_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         def snapshot(name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
             assert (name, revision) == (NAME, "v1")
             fetched = tmp_path / "cache"
-            fetched.mkdir()
+            fetched.mkdir(exist_ok=True)
             for pattern in allow_patterns:
                 for path in folder.glob(pattern):
                     shutil.copy(path, fetched)
@@ -64,6 +65,51 @@ def test_headers_predict_what_the_whole_checkpoint_predicts(
     assert found.stored_parameters == wanted.stored_parameters
     assert found.result_bytes == wanted.result_bytes
     assert found.store == wanted.store
+
+
+def with_an_equal_head(folder: Path, copy: Path, *, tied: bool) -> Path:
+    """A copy that also stores the embedding as a head; `tied`: whether its config says that they are one."""
+    shutil.copytree(folder, copy)
+    tensors = load_file(copy / "model.safetensors")
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, copy / "model.safetensors")
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": tied}))
+    return copy
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_an_equal_head_counts_once(
+    tie: bool, make_checkpoint: MakeCheckpoint, make_config: MakeConfig, on_hub: Any, tmp_path: Path
+) -> None:
+    """Where the config ties both, or `--tie` does."""
+    folder = with_an_equal_head(make_checkpoint(tied=True), tmp_path / "two tables", tied=not tie)
+    on_hub(folder)
+    found = predict(make_config(Path(NAME), tie=tie, revision="v1"))
+    assert found.stored_parameters == predict(make_config(folder, tie=tie)).stored_parameters
+
+
+def test_a_request_that_fails_fetches_no_weights(
+    make_checkpoint: MakeCheckpoint, make_config: MakeConfig, on_hub: Any, tmp_path: Path
+) -> None:
+    on_hub(make_checkpoint())
+    with pytest.raises(CalibrationError, match=r"missing\.txt does not exist"):
+        compress(make_config(Path(NAME), revision="v1", calibration=str(tmp_path / "missing.txt")))
+    assert {*tmp_path.glob("cache/*.json")}
+    assert not {*tmp_path.glob("cache/*.safetensors")}
+
+
+def test_a_model_in_the_cache_needs_no_hub(
+    make_checkpoint: MakeCheckpoint, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(name: str, *, revision: str | None) -> None:
+        raise OSError(f"{name} {revision} is out of reach")
+
+    folder = make_checkpoint()
+    monkeypatch.setattr("huggingface_hub.get_safetensors_metadata", unreachable)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(folder))
+    config = make_config(Path(NAME), recipe="random")
+    compress(config)
+    assert Checkpoint(Path(config.output)).num_parameters < Checkpoint(folder).num_parameters
 
 
 def test_what_the_hub_has_not_is_named(make_config: MakeConfig) -> None:
