@@ -16,6 +16,11 @@ from oneshot.errors import CalibrationError, CheckpointError
 from oneshot.pipeline import compress, predict
 
 NAME = "someone/model"
+RUNS: dict[str, dict[str, Any]] = {
+    "stock": {},
+    "own sizes": {"form": "per-layer"},
+    "parameters": {"recipe": "magnitude", "parameters": 40_000},
+}
 
 
 @pytest.fixture
@@ -86,6 +91,22 @@ def test_an_equal_head_counts_once(
     on_hub(folder)
     found = predict(make_config(Path(NAME), tie=tie, revision="v1"))
     assert found.stored_parameters == predict(make_config(folder, tie=tie)).stored_parameters
+
+
+@pytest.mark.parametrize("changes", RUNS.values(), ids=RUNS)
+def test_a_name_is_compressed_as_its_folder(
+    changes: dict[str, Any], make_checkpoint: MakeCheckpoint, make_config: MakeConfig, on_hub: Any, tmp_path: Path
+) -> None:
+    folder = make_checkpoint()
+    on_hub(folder)
+    outputs = [tmp_path / "of a name", tmp_path / "of a folder"]
+    for checkpoint, revision, output in ((NAME, "v1", outputs[0]), (folder, None, outputs[1])):
+        compress(make_config(Path(checkpoint), revision=revision, output=output, **changes))
+    found, wanted = (
+        {path.name: path.read_bytes() for path in output.iterdir() if path.suffix == ".safetensors"}
+        for output in outputs
+    )
+    assert found == wanted
 
 
 def test_a_request_that_fails_fetches_no_weights(
