@@ -89,10 +89,10 @@ def compress_sizes(
         return reports
 
 
-def refuse_ahead(configs: Sequence[Config]) -> None:
+def refuse_ahead(configs: Sequence[Config], *, plans: bool = True) -> None:
     """Raise what is known without weights before they are fetched, or a GGUF file is converted; nothing is shown.
 
-    A local folder of weights is planned soon enough by the run itself.
+    A local folder of weights is looked at soon enough by the run itself. `plans`: whether results are asked for.
     """
     first = configs[0]
     if os.path.isdir(os.path.expanduser(first.checkpoint)):
@@ -103,7 +103,9 @@ def refuse_ahead(configs: Sequence[Config]) -> None:
         except CheckpointError:  # opening the run tells of it, or finds the model in the hub's cache
             return
         run = Run(_largest(configs), Path(), [output_folder(config.output) for config in configs], source=source)
-        for config in configs:
+        if not plans:
+            run.check_text()
+        for config in configs if plans else ():
             _planned_on_headers(config, run, dry=False)
 
 
@@ -225,6 +227,7 @@ def profile(config: Config, *, show_progress: Shown | Tracker = False) -> Profil
     refuse_unwritable(output)
     if not config.target.asks_less:  # its form, method and text are of the runs that will plan from it
         config = replace(config, target=replace(config.target, sparsity=PLANNED_SHARE))
+    refuse_ahead([config], plans=False)
     with open_run(config, show_progress=show_progress) as run:
         schedule = profile_schedule(run.grid, run.method)
         _begin_measuring(run, schedule)
@@ -254,6 +257,7 @@ def imatrix(config: Config, *, show_progress: Shown | Tracker = False) -> Path:
     """
     path = output_folder(config.output)
     refuse_file(path, paths_read(config), overwrite=config.overwrite)
+    refuse_ahead([config], plans=False)
     with open_run(config, show_progress=show_progress) as run:
         model = run.model
         names = tensor_names(model)  # which refuses a family without an architecture

@@ -20,7 +20,7 @@ from oneshot.config import Config
 from oneshot.errors import CheckpointError, OneshotError
 from oneshot.evaluation.models import load_model
 from oneshot.max_loss import compress_within
-from oneshot.pipeline import compress, compress_sizes, predict
+from oneshot.pipeline import compress, compress_sizes, imatrix, predict, profile
 from oneshot.text import load_tokenizer
 
 CPU = torch.device("cpu")
@@ -64,6 +64,8 @@ REQUESTS: dict[str, tuple[Callable[[Config], Any], dict[str, Any], str]] = {
     "output": (compress, {"output": "in-the-way"}, "in-the-way exists"),
     "one of several outputs": (several, {"output": "in-the-way"}, "sparsity-0.06 exists"),
     "text": (compress, {"calibration": "missing.txt"}, r"missing\.txt does not exist"),
+    "text of a profile": (profile, {"calibration": "missing.txt"}, r"missing\.txt does not exist"),
+    "text of an importance matrix": (imatrix, {"calibration": "missing.txt"}, r"missing\.txt does not exist"),
     "size": (compress, {"sparsity": 0.99}, "down to"),
     "text for a budget of seconds": (compress, {"budget": "latency", "calibration": "missing.txt"}, r"missing\.txt"),
     "setting of a loss": (within, {"sparsity": None, "max_loss": 0.1}, "--max-loss is planned by a profile"),

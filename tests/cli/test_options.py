@@ -31,7 +31,6 @@ from oneshot.report import display
 from oneshot.report.display import progress_bar
 from oneshot.report.terminal import print_footprint, print_profile, print_report
 from oneshot.settings import settings
-from oneshot.text.files import READABLE
 
 WIDTH = 80
 TEXT = ["--num-sequences=4", "--sequence-length=16", "--device=cpu", "--dtype=float32"]
@@ -306,18 +305,19 @@ def test_tables_fit_the_terminal(
 def test_a_gguf_input_shows_no_bars_of_other_libraries(
     make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path
 ) -> None:
-    """The file is converted, and then the text is missing, so stderr has the stages and this error."""
+    """The file is converted, and then the text cannot be read, so stderr has the stages and this error."""
     compress(make_config(make_checkpoint(layers=1), form="gguf", sparsity=0, output=tmp_path / "written"))
     gguf_file = tmp_path / "written" / "model.gguf"
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    options = ["--sparsity=0.1", "--device=cpu", "--calibration=no-such-text.txt", f"--output={scratch / 'out'}"]
+    table = tmp_path / "rows.parquet"
+    table.write_bytes(b"no table")
+    options = ["--sparsity=0.1", "--dtype=float32", f"--calibration={table}", f"--output={scratch / 'out'}"]
     code, told, printed = run_forked("compress", str(gguf_file), *options, folder=tmp_path, TMPDIR=str(scratch))
     assert code == 1
-    assert told.splitlines() == [
-        f"opening {gguf_file.name} …",
-        f"error: no-such-text.txt does not exist; {READABLE}.",
-    ]
+    *stages, error = told.splitlines()
+    assert stages == [f"opening {gguf_file.name} …", "reading the text 7/8 rows.parquet + 1/8 builtin (1 of 8) …"]
+    assert error.startswith(f"error: {table} cannot be read as parquet")
     assert printed == ""
     left = [path.name for path in scratch.iterdir() if not path.name.startswith("torchinductor_")]  # torch's own
     assert not left
