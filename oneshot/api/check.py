@@ -63,10 +63,10 @@ def check_result(
 def quick_check(config: Config, report: Report, *, question: str | None = None, step: Step = lambda _: None) -> Check:
     """Measure the result of a run beside its original, one model in memory at a time.
 
-    It reads text of the same source that the run did not read, and never more than a sixteenth of the run's tokens or
-    four windows; and four short texts of different kinds, because a run may keep one kind and lose another. Passages in
-    the other languages that the original knows are a fifth kind. A check that is not possible, that needs more memory
-    than is allowed, or a part of it, has a sentence that says why.
+    It reads text of the same source that the run did not read, and, above one window, never more than a sixteenth of
+    the run's tokens or four windows; and four short texts of different kinds, because a run may keep one kind and lose
+    another. Passages in the other languages that the original knows are a fifth kind. A check that is not possible,
+    that needs more memory than is allowed, or a part of it, has a sentence that says why.
 
     Args:
         question: what both models are asked; None: the built-in question. A model without a chat template goes on with

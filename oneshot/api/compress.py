@@ -90,7 +90,7 @@ def compress(
         resume: continue an interrupted run.
         progress: whether bars are shown, or a function that is called with a `Progress` instead.
         prompt: a question that both models answer at the end. The answers, and the perplexity of both on text that the
-            run did not read, are in `Result.report.check`; None leaves this check out.
+            run did not read, are in `Result.report.check`; None leaves this check out, except of `max_loss`.
         settings: any other field of `Method`, `Target`, `MachineOptions` or `Config`, as `ffn="obs"`.
 
     Raises a subclass of `OneshotError` with one sentence for everything that a user can mend.
