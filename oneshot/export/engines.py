@@ -1,6 +1,7 @@
 """What other engines make of a stock result, where they ask the number of a layer or of heads instead of the config.
 
-Read in the sources of llama.cpp (llama-cpp-python 0.3.36, `src/models/`) and mlx-lm 0.32.2 (`mlx_lm/models/`).
+Read in the sources of llama.cpp (llama-cpp-python 0.3.36, `src/models/`), mlx-lm 0.32.2 (`mlx_lm/models/`) and vLLM
+0.32 (`vllm/model_executor/models/`).
 """
 
 from itertools import cycle, islice
@@ -15,13 +16,15 @@ HEADS_FILL_HIDDEN_SIZE = (
     *("cohere", "cohere2", "exaone4", "glm", "granite", "granitemoe", "granitemoehybrid", "lfm2", "lfm2_moe"),
     *("nemotron", "olmo2", "olmo3", "olmoe", "phi", "phi3", "qwen2", "qwen2_moe", "stablelm", "starcoder2"),
 )
+# vLLM's own class of these families takes the head size for hidden size ÷ heads
+HEADS_FILL_IN_VLLM = ("granitemoe", "granitemoehybrid", "lfm2", "lfm2_moe", "qwen2", "qwen2_moe")
 # who makes the kinds of layers (windows, rotary positions, mixers) of these families from the layers' numbers
 KINDS_BY_NUMBER = {
     "cohere2": ("llama.cpp", "mlx-lm"),
     "exaone4": ("mlx-lm",),
     "gemma2": ("llama.cpp",),
     "gemma3_text": ("llama.cpp", "mlx-lm"),
-    "gpt_oss": ("llama.cpp",),
+    "gpt_oss": ("llama.cpp", "vLLM"),
     "modernbert": ("llama.cpp",),
     "qwen3_5_moe_text": ("llama.cpp", "mlx-lm"),
     "qwen3_5_text": ("llama.cpp", "mlx-lm"),
@@ -34,8 +37,9 @@ WINDOWED_BY_LAYERS = {"exaone4": 64}  # other numbers of layers have no windows 
 # llama.cpp has one architecture for these families, and finds out by layers and tokens if their queries are one linear
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")
 LITE_LAYERS, LITE_TOKENS = (26, 27), (48, 128256)
-NAMES: dict[str, Engine] = {"llama.cpp": "llama.cpp", "mlx-lm": "mlx"}
+NAMES: dict[str, Engine] = {"llama.cpp": "llama.cpp", "mlx-lm": "mlx", "vLLM": "vllm"}
 LLAMA_CPP: tuple[Engine, ...] = ("llama.cpp",)
+VLLM: tuple[Engine, ...] = ("vllm",)
 
 
 def notes_on_engines(config: dict[str, Any]) -> list[str]:
@@ -50,19 +54,35 @@ def engines_that_differ(config: dict[str, Any]) -> list[tuple[tuple[Engine, ...]
     text = complete_text_config(find_family(config), config)
     kinds = tuple(NAMES[name] for name in KINDS_BY_NUMBER.get(text["model_type"], ()))
     of_llama = (_heads(text), _scale(text), _windows(text), _lite(text))
-    notes = [(kinds, _kinds(text)), *((LLAMA_CPP, note) for note in of_llama)]
+    notes = [(kinds, _kinds(text)), *((LLAMA_CPP, note) for note in of_llama), (VLLM, _heads_in_vllm(text))]
     return [(engines, note) for engines, note in notes if note is not None]
 
 
 def _heads(text: dict[str, Any]) -> str | None:
-    heads, size, hidden = text.get("num_attention_heads"), text.get("head_dim"), text.get("hidden_size")
-    if text["model_type"] not in HEADS_FILL_HIDDEN_SIZE or not heads or not size or heads * size == hidden:
+    sizes = _unequal(text)
+    if text["model_type"] not in HEADS_FILL_HIDDEN_SIZE or sizes is None:
         return None
     return (
         f"llama.cpp does not open it, because its architecture of {text['model_type']} wants heads that fill the "
-        f"hidden size ({heads} × {size} is not {hidden}); other tools that take the head size for hidden size ÷ heads "
-        "fail also or answer wrongly."
+        f"hidden size ({sizes}); other tools that take the head size for hidden size ÷ heads fail also or answer "
+        "wrongly."
     )
+
+
+def _heads_in_vllm(text: dict[str, Any]) -> str | None:
+    sizes = _unequal(text)
+    if text["model_type"] not in HEADS_FILL_IN_VLLM or sizes is None:
+        return None
+    return (
+        f"vLLM does not open it or computes another model, because its class of {text['model_type']} takes the head "
+        f"size for hidden size ÷ heads ({sizes})."
+    )
+
+
+def _unequal(text: dict[str, Any]) -> str | None:
+    """Return how the size of all heads together differs from the hidden size; None if it does not, or is not stated."""
+    heads, size, hidden = text.get("num_attention_heads"), text.get("head_dim"), text.get("hidden_size")
+    return None if not heads or not size or heads * size == hidden else f"{heads} × {size} is not {hidden}"
 
 
 def _kinds(text: dict[str, Any]) -> str | None:

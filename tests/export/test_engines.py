@@ -1,6 +1,6 @@
 """What the card and the command line say of engines that ask the number of layers or heads instead of the config.
 
-The numbers are from llama.cpp (llama-cpp-python 0.3.36, `src/models/*.cpp`) and mlx-lm 0.32.2.
+The numbers are from llama.cpp (llama-cpp-python 0.3.36, `src/models/*.cpp`), mlx-lm 0.32.2 and vLLM 0.32.
 """
 
 import logging
@@ -13,7 +13,8 @@ from factories import MakeCheckpoint, MakeConfig
 from transformers import AutoConfig
 
 from oneshot.checkpoint import per_layer_lists, with_kept_layers
-from oneshot.export.engines import HEADS_FILL_HIDDEN_SIZE, KINDS_BY_NUMBER, notes_on_engines
+from oneshot.export.engines import HEADS_FILL_HIDDEN_SIZE, HEADS_FILL_IN_VLLM, KINDS_BY_NUMBER, notes_on_engines
+from oneshot.export.served import reason_against_result
 from oneshot.export.stock import StockForm
 from oneshot.families import find_family
 from oneshot.pipeline import compress
@@ -35,17 +36,20 @@ def cut(config: dict[str, Any], layer: int) -> dict[str, Any]:
     return with_kept_layers(config, kept, find_family(config))
 
 
-def documented(changed: str, engine: str) -> set[str]:
-    """Return the families in a line of the table of docs/engines.md."""
+def documented(changed: str, engine: str, number: int = 0) -> set[str]:
+    """Return the families in a line of the table of docs/engines.md, the first one that begins so or a later one."""
     cells = [line.split("|") for line in (ROOT / "docs" / "engines.md").read_text().splitlines()]
     lines = [one for one in cells if len(one) == 6 and one[1].strip().startswith(changed) and one[2].strip() == engine]
-    return set(lines[0][3].strip().split(", "))
+    return set(lines[number][3].strip().split(", "))
 
 
 def test_the_page_names_the_families() -> None:
-    for engine, changed in (("llama.cpp", "layers have moved"), ("mlx-lm", "the same")):
-        assert documented(changed, engine) == {name for name, engines in KINDS_BY_NUMBER.items() if engine in engines}
+    lines = {"llama.cpp": "layers have moved", "mlx-lm": "the same", "vLLM's own class": "the same"}
+    for engine, changed in lines.items():
+        name = engine.removesuffix("'s own class")
+        assert documented(changed, engine) == {family for family, names in KINDS_BY_NUMBER.items() if name in names}
     assert documented("heads × head size", "llama.cpp") == set(HEADS_FILL_HIDDEN_SIZE)
+    assert documented("the same", "vLLM's own class", 1) == set(HEADS_FILL_IN_VLLM)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +59,7 @@ def test_the_page_names_the_families() -> None:
         ("gemma2", {"query_pre_attn_scalar": 16}, "llama.cpp"),
         ("cohere2", {}, "llama.cpp and mlx-lm"),
         ("smollm3", {}, "llama.cpp"),
-        ("gpt_oss", {}, "llama.cpp"),
+        ("gpt_oss", {}, "llama.cpp and vLLM"),
         ("qwen3_next", {}, "llama.cpp and mlx-lm"),
         ("qwen3_5_text", {}, "llama.cpp and mlx-lm"),
     ],
@@ -153,3 +157,18 @@ def test_fewer_heads_are_told_where_an_engine_cannot_hold_them(
         assert notes_on_engines(stock(family) | fewer) == []
     for family in ("granite", "granitemoe", "glm", "lfm2_moe", "starcoder2", "nemotron", "phi3", "cohere"):
         assert "does not open it" in notes_on_engines(stock(family) | fewer)[0]
+
+
+@pytest.mark.parametrize("sizes", [{"num_attention_heads": 2}, {"hidden_size": 128}], ids=str)
+def test_heads_that_do_not_fill_the_hidden_size_are_told_of_vllm(sizes: dict[str, int]) -> None:
+    """Of fewer heads, or of another hidden size, its class makes another head size."""
+    for family in HEADS_FILL_IN_VLLM:
+        dense = stock(family)
+        if "head_dim" not in dense:
+            dense["head_dim"] = 16
+        assert notes_on_engines(dense) == []
+        note = notes_on_engines(dense | sizes)[-1]
+        assert note.startswith("vLLM does not open it or computes another model")
+        reason = reason_against_result("vllm", dense | sizes)
+        assert reason is not None
+        assert reason.startswith(note.removesuffix("."))

@@ -76,6 +76,11 @@ def test_the_form_opens_in_the_engine_that_is_named(
             {"serve": "engine=llama.cpp", "heads": "id"},
             "architecture of qwen2 wants heads that fill the hidden",
         ),
+        (
+            "qwen2",
+            {"serve": "engine=vllm", "form": "stock", "heads": "id"},
+            "vLLM does not open it or computes another model, because its class of qwen2",
+        ),
         ("llama", {"serve": "tp=3"}, "Layer 0 has 4 heads, which 3 GPUs cannot share equally; give --serve tp=2."),
         ("llama", {"serve": "group=64"}, "which groups of 64 do not divide; give --serve group=32."),
     ],
