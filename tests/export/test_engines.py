@@ -159,9 +159,9 @@ def test_fewer_heads_are_told_where_an_engine_cannot_hold_them(
         assert "does not open it" in notes_on_engines(stock(family) | fewer)[0]
 
 
-@pytest.mark.parametrize("sizes", [{"num_attention_heads": 2}, {"hidden_size": 128}], ids=str)
+@pytest.mark.parametrize("sizes", [{"num_attention_heads": 2}, {"head_dim": 32}], ids=str)
 def test_heads_that_do_not_fill_the_hidden_size_are_told_of_vllm(sizes: dict[str, int]) -> None:
-    """Of fewer heads, or of another hidden size, its class makes another head size."""
+    """Of fewer heads, or of wider ones, its class makes another head size."""
     for family in HEADS_FILL_IN_VLLM:
         dense = stock(family)
         if "head_dim" not in dense:
