@@ -1,9 +1,10 @@
 """What other engines make of a stock result, where they ask the number of a layer or of heads instead of the config.
 
-Read in the sources of llama.cpp (llama-cpp-python 0.3.36, `src/models/`), mlx-lm 0.32.2 (`mlx_lm/models/`) and vLLM
-0.32 (`vllm/model_executor/models/`).
+Read in the sources of llama.cpp (llama-cpp-python 0.3.36, `src/models/`), mlx-lm 0.32.2 (`mlx_lm/models/`), vLLM 0.32
+(`vllm/model_executor/models/`) and SGLang 0.5.23 (`sglang/srt/models/`).
 """
 
+from collections.abc import Sequence
 from itertools import cycle, islice
 from typing import Any
 
@@ -11,24 +12,33 @@ from oneshot.checkpoint import complete_text_config, per_layer_lists
 from oneshot.families import FAMILIES, find_family
 from oneshot.serving import Engine
 
-# llama.cpp's architecture of these families has as many values in all heads as in the hidden state
-HEADS_FILL_HIDDEN_SIZE = (
-    *("cohere", "cohere2", "exaone4", "glm", "granite", "granitemoe", "granitemoehybrid", "lfm2", "lfm2_moe"),
-    *("nemotron", "olmo2", "olmo3", "olmoe", "phi", "phi3", "qwen2", "qwen2_moe", "stablelm", "starcoder2"),
-)
-# vLLM's own class of these families takes the head size for hidden size ÷ heads
-HEADS_FILL_IN_VLLM = ("granitemoe", "granitemoehybrid", "lfm2", "lfm2_moe", "qwen2", "qwen2_moe")
+# families of which an engine has as many values in all heads as in the hidden state
+HEADS_FILL_HIDDEN_SIZE: dict[str, tuple[str, ...]] = {
+    "llama.cpp": (
+        *("cohere", "cohere2", "exaone4", "glm", "granite", "granitemoe", "granitemoehybrid", "lfm2", "lfm2_moe"),
+        *("nemotron", "olmo2", "olmo3", "olmoe", "phi", "phi3", "qwen2", "qwen2_moe", "stablelm", "starcoder2"),
+    ),
+    "vLLM": ("granitemoe", "granitemoehybrid", "lfm2", "lfm2_moe", "qwen2", "qwen2_moe"),
+    "SGLang": (
+        *("cohere", "cohere2", "granitemoe", "granitemoehybrid", "lfm2_moe", "mixtral", "olmo2", "olmoe", "phi"),
+        *("qwen2_moe", "stablelm", "starcoder2"),
+    ),
+    "mlx-lm": (
+        *("cohere", "cohere2", "gpt_neox", "granite", "granitemoe", "granitemoehybrid", "helium", "lfm2", "lfm2_moe"),
+        *("mixtral", "phi", "phi3", "qwen2", "qwen2_moe", "stablelm", "starcoder2"),
+    ),
+}
 # who makes the kinds of layers (windows, rotary positions, mixers) of these families from the layers' numbers
 KINDS_BY_NUMBER = {
     "cohere2": ("llama.cpp", "mlx-lm"),
-    "exaone4": ("mlx-lm",),
-    "gemma2": ("llama.cpp",),
+    "exaone4": ("mlx-lm", "SGLang"),
+    "gemma2": ("llama.cpp", "SGLang"),
     "gemma3_text": ("llama.cpp", "mlx-lm"),
     "gpt_oss": ("llama.cpp", "vLLM"),
     "modernbert": ("llama.cpp",),
-    "qwen3_5_moe_text": ("llama.cpp", "mlx-lm"),
-    "qwen3_5_text": ("llama.cpp", "mlx-lm"),
-    "qwen3_next": ("llama.cpp", "mlx-lm"),
+    "qwen3_5_moe_text": ("llama.cpp", "mlx-lm", "SGLang"),
+    "qwen3_5_text": ("llama.cpp", "mlx-lm", "SGLang"),
+    "qwen3_next": ("llama.cpp", "mlx-lm", "SGLang"),
     "smollm3": ("llama.cpp",),
 }
 LETTERS = "sliding_window_pattern"  # a letter for each layer, such as LLLG; others state a number, or null
@@ -37,9 +47,8 @@ WINDOWED_BY_LAYERS = {"exaone4": 64}  # other numbers of layers have no windows 
 # llama.cpp has one architecture for these families, and finds out by layers and tokens if their queries are one linear
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")
 LITE_LAYERS, LITE_TOKENS = (26, 27), (48, 128256)
-NAMES: dict[str, Engine] = {"llama.cpp": "llama.cpp", "mlx-lm": "mlx", "vLLM": "vllm"}
+NAMES: dict[str, Engine] = {"llama.cpp": "llama.cpp", "mlx-lm": "mlx", "vLLM": "vllm", "SGLang": "sglang"}
 LLAMA_CPP: tuple[Engine, ...] = ("llama.cpp",)
-VLLM: tuple[Engine, ...] = ("vllm",)
 
 
 def notes_on_engines(config: dict[str, Any]) -> list[str]:
@@ -53,14 +62,21 @@ def engines_that_differ(config: dict[str, Any]) -> list[tuple[tuple[Engine, ...]
         return []
     text = complete_text_config(find_family(config), config)
     kinds = tuple(NAMES[name] for name in KINDS_BY_NUMBER.get(text["model_type"], ()))
+    heads = tuple(NAMES[name] for name in _with_filling_heads(text))
     of_llama = (_heads(text), _scale(text), _windows(text), _lite(text))
-    notes = [(kinds, _kinds(text)), *((LLAMA_CPP, note) for note in of_llama), (VLLM, _heads_in_vllm(text))]
+    notes = [(kinds, _kinds(text)), *((LLAMA_CPP, note) for note in of_llama), (heads, _heads_of_others(text))]
     return [(engines, note) for engines, note in notes if note is not None]
+
+
+def _with_filling_heads(text: dict[str, Any]) -> list[str]:
+    """Return the engines other than llama.cpp whose class takes the head size for hidden size ÷ heads."""
+    others = {name: families for name, families in HEADS_FILL_HIDDEN_SIZE.items() if name != "llama.cpp"}
+    return [name for name, families in others.items() if text["model_type"] in families]
 
 
 def _heads(text: dict[str, Any]) -> str | None:
     sizes = _unequal(text)
-    if text["model_type"] not in HEADS_FILL_HIDDEN_SIZE or sizes is None:
+    if text["model_type"] not in HEADS_FILL_HIDDEN_SIZE["llama.cpp"] or sizes is None:
         return None
     return (
         f"llama.cpp does not open it, because its architecture of {text['model_type']} wants heads that fill the "
@@ -69,14 +85,19 @@ def _heads(text: dict[str, Any]) -> str | None:
     )
 
 
-def _heads_in_vllm(text: dict[str, Any]) -> str | None:
-    sizes = _unequal(text)
-    if text["model_type"] not in HEADS_FILL_IN_VLLM or sizes is None:
+def _heads_of_others(text: dict[str, Any]) -> str | None:
+    engines, sizes = _with_filling_heads(text), _unequal(text)
+    if not engines or sizes is None:
         return None
     return (
-        f"vLLM does not open it or computes another model, because its class of {text['model_type']} takes the head "
-        f"size for hidden size ÷ heads ({sizes})."
+        f"In {_together(engines)} it does not open or is another model, because the class of {text['model_type']} "
+        f"there takes the head size for hidden size ÷ heads ({sizes})."
     )
+
+
+def _together(names: Sequence[str]) -> str:
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def _unequal(text: dict[str, Any]) -> str | None:
@@ -95,7 +116,7 @@ def _kinds(text: dict[str, Any]) -> str | None:
     if not differ:
         return None
     return (
-        f"{' and '.join(engines)} would compute another model: removed layers have moved the others, and there the "
+        f"{_together(engines)} would compute another model: removed layers have moved the others, and there the "
         f"number of a layer decides what config.json states in {' and '.join(differ)}."
     )
 

@@ -1,6 +1,7 @@
 """What the card and the command line say of engines that ask the number of layers or heads instead of the config.
 
-The numbers are from llama.cpp (llama-cpp-python 0.3.36, `src/models/*.cpp`), mlx-lm 0.32.2 and vLLM 0.32.
+The numbers are from llama.cpp (llama-cpp-python 0.3.36, `src/models/*.cpp`), mlx-lm 0.32.2, vLLM 0.32 and
+SGLang 0.5.23.
 """
 
 import logging
@@ -13,11 +14,12 @@ from factories import MakeCheckpoint, MakeConfig
 from transformers import AutoConfig
 
 from oneshot.checkpoint import per_layer_lists, with_kept_layers
-from oneshot.export.engines import HEADS_FILL_HIDDEN_SIZE, HEADS_FILL_IN_VLLM, KINDS_BY_NUMBER, notes_on_engines
+from oneshot.export.engines import HEADS_FILL_HIDDEN_SIZE, KINDS_BY_NUMBER, notes_on_engines
 from oneshot.export.served import reason_against_result
 from oneshot.export.stock import StockForm
 from oneshot.families import find_family
 from oneshot.pipeline import compress
+from oneshot.serving import Engine
 
 SCALES: dict[str, dict[str, Any]] = {name: {"query_pre_attn_scalar": 16} for name in ("gemma2", "gemma3_text")}
 ROOT = Path(__file__).parents[2]
@@ -44,24 +46,25 @@ def documented(changed: str, engine: str, number: int = 0) -> set[str]:
 
 
 def test_the_page_names_the_families() -> None:
-    lines = {"llama.cpp": "layers have moved", "mlx-lm": "the same", "vLLM's own class": "the same"}
-    for engine, changed in lines.items():
-        name = engine.removesuffix("'s own class")
-        assert documented(changed, engine) == {family for family, names in KINDS_BY_NUMBER.items() if name in names}
-    assert documented("heads × head size", "llama.cpp") == set(HEADS_FILL_HIDDEN_SIZE)
-    assert documented("the same", "vLLM's own class", 1) == set(HEADS_FILL_IN_VLLM)
+    for name, families in HEADS_FILL_HIDDEN_SIZE.items():
+        engine, is_first = "vLLM's own class" if name == "vLLM" else name, name == "llama.cpp"
+        moved = {family for family, names in KINDS_BY_NUMBER.items() if name in names}
+        assert documented("layers have moved" if is_first else "the same", engine) == moved
+        assert documented("heads × head size" if is_first else "the same", engine, 0 if is_first else 1) == set(
+            families
+        )
 
 
 @pytest.mark.parametrize(
     ("family", "options", "engines"),
     [
         ("gemma3_text", {"query_pre_attn_scalar": 16}, "llama.cpp and mlx-lm"),
-        ("gemma2", {"query_pre_attn_scalar": 16}, "llama.cpp"),
+        ("gemma2", {"query_pre_attn_scalar": 16}, "llama.cpp and SGLang"),
         ("cohere2", {}, "llama.cpp and mlx-lm"),
         ("smollm3", {}, "llama.cpp"),
         ("gpt_oss", {}, "llama.cpp and vLLM"),
-        ("qwen3_next", {}, "llama.cpp and mlx-lm"),
-        ("qwen3_5_text", {}, "llama.cpp and mlx-lm"),
+        ("qwen3_next", {}, "llama.cpp, mlx-lm and SGLang"),
+        ("qwen3_5_text", {}, "llama.cpp, mlx-lm and SGLang"),
     ],
 )
 def test_a_layer_that_moves_the_others_is_told(family: str, options: dict[str, Any], engines: str) -> None:
@@ -160,15 +163,16 @@ def test_fewer_heads_are_told_where_an_engine_cannot_hold_them(
 
 
 @pytest.mark.parametrize("sizes", [{"num_attention_heads": 2}, {"head_dim": 32}], ids=str)
-def test_heads_that_do_not_fill_the_hidden_size_are_told_of_vllm(sizes: dict[str, int]) -> None:
+@pytest.mark.parametrize(("name", "engine"), [("vLLM", "vllm"), ("SGLang", "sglang"), ("mlx-lm", "mlx")])
+def test_heads_that_do_not_fill_the_hidden_size_are_told_of_an_engine(
+    name: str, engine: Engine, sizes: dict[str, int]
+) -> None:
     """Of fewer heads, or of wider ones, its class makes another head size."""
-    for family in HEADS_FILL_IN_VLLM:
-        dense = stock(family)
-        if "head_dim" not in dense:
-            dense["head_dim"] = 16
+    for family in HEADS_FILL_HIDDEN_SIZE[name]:
+        dense = {"head_dim": 16} | stock(family)
         assert notes_on_engines(dense) == []
         note = notes_on_engines(dense | sizes)[-1]
-        assert note.startswith("vLLM does not open it or computes another model")
-        reason = reason_against_result("vllm", dense | sizes)
+        assert name in note.partition(" it does not open or is another model")[0]
+        reason = reason_against_result(engine, dense | sizes)
         assert reason is not None
         assert reason.startswith(note.removesuffix("."))

@@ -79,7 +79,7 @@ def test_the_form_opens_in_the_engine_that_is_named(
         (
             "qwen2",
             {"serve": "engine=vllm", "form": "stock", "heads": "id"},
-            "vLLM does not open it or computes another model, because its class of qwen2",
+            "In vLLM and mlx-lm it does not open or is another model, because the class of qwen2",
         ),
         ("llama", {"serve": "tp=3"}, "Layer 0 has 4 heads, which 3 GPUs cannot share equally; give --serve tp=2."),
         ("llama", {"serve": "group=64"}, "which groups of 64 do not divide; give --serve group=32."),
@@ -111,7 +111,7 @@ def test_an_engine_that_would_compute_another_model_is_refused() -> None:
     assert reason_against_result("vllm", config) is None
     refusal = reason_against_result("llama.cpp", config | {"layer_types": config["layer_types"][::-1]})
     assert refusal is not None
-    assert refusal.startswith("llama.cpp would compute another model")
+    assert refusal.startswith("llama.cpp and SGLang would compute another model")
 
 
 def test_the_result_says_what_it_was_planned_for(
