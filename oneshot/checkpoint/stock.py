@@ -21,6 +21,7 @@ from oneshot.families import FAMILIES, text_of, with_text
 OTHER_CLASSES = ("MODEL_MAPPING", "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING", "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING")
 FLOAT_TAG, SPECIAL_FLOATS = "__float__", ("Infinity", "-Infinity", "NaN")
 PER_LAYER = ("layer_types", "no_rope_layers")  # lists of a config with an entry for every layer
+WHOLE_LAYERS = "max_window_layers"  # how many of a Qwen have no window; vLLM asks it, transformers `layer_types`
 OWN_SIZES = "per_layer_config"  # what a config states of layers whose sizes are not the model's, by their numbers
 
 
@@ -283,6 +284,8 @@ def with_kept_layers(config: dict[str, Any], kept: Sequence[int], family: Descri
     lists, text = per_layer_lists(config), text_of(family, config)
     equal = {name for name, values in lists.items() if name not in text and len(set(values)) == 1}
     stated = {name: values for name, values in of_layers(config, kept).items() if name not in equal}
+    if WHOLE_LAYERS in text and len({*lists.get("layer_types", ())}) > 1:
+        stated[WHOLE_LAYERS] = stated["layer_types"].count("full_attention")
     if family.stack.experts is not None:
         stated |= family.with_dense([layer in family.dense_layers for layer in kept])
     return with_text(family, config, {family.sizes.num_hidden_layers: len(kept)} | stated)

@@ -43,12 +43,14 @@ KINDS_BY_NUMBER = {
 }
 LETTERS = "sliding_window_pattern"  # a letter for each layer, such as LLLG; others state a number, or null
 SCALED_BY_LAYERS = {"gemma2": 46, "gemma3_text": 62}  # where llama.cpp divides the hidden size by the heads
+NEURONS_OF_HIDDEN_SIZE = {"falcon": 4}  # times the hidden size in vLLM, whatever the config says
 WINDOWED_BY_LAYERS = {"exaone4": 64}  # other numbers of layers have no windows in llama.cpp
 # llama.cpp has one architecture for these families, and finds out by layers and tokens if their queries are one linear
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")
 LITE_LAYERS, LITE_TOKENS = (26, 27), (48, 128256)
 NAMES: dict[str, Engine] = {"llama.cpp": "llama.cpp", "mlx-lm": "mlx", "vLLM": "vllm", "SGLang": "sglang"}
 LLAMA_CPP: tuple[Engine, ...] = ("llama.cpp",)
+VLLM: tuple[Engine, ...] = ("vllm",)
 
 
 def notes_on_engines(config: dict[str, Any]) -> list[str]:
@@ -64,7 +66,9 @@ def engines_that_differ(config: dict[str, Any]) -> list[tuple[tuple[Engine, ...]
     kinds = tuple(NAMES[name] for name in KINDS_BY_NUMBER.get(text["model_type"], ()))
     heads = tuple(NAMES[name] for name in _with_filling_heads(text))
     of_llama = (_heads(text), _scale(text), _windows(text), _lite(text))
-    notes = [(kinds, _kinds(text)), *((LLAMA_CPP, note) for note in of_llama), (heads, _heads_of_others(text))]
+    of_vllm = (_neurons(text), _unrotated(text))
+    notes = [(kinds, _kinds(text)), *((LLAMA_CPP, note) for note in of_llama), *((VLLM, note) for note in of_vllm)]
+    notes.append((heads, _heads_of_others(text)))
     return [(engines, note) for engines, note in notes if note is not None]
 
 
@@ -92,6 +96,25 @@ def _heads_of_others(text: dict[str, Any]) -> str | None:
     return (
         f"In {_together(engines)} it does not open or is another model, because the class of {text['model_type']} "
         f"there takes the head size for hidden size ÷ heads ({sizes})."
+    )
+
+
+def _neurons(text: dict[str, Any]) -> str | None:
+    times, neurons = NEURONS_OF_HIDDEN_SIZE.get(text["model_type"]), text.get("ffn_hidden_size")
+    if times is None or neurons == times * text["hidden_size"]:
+        return None
+    return (
+        f"vLLM does not open it, because its class of {text['model_type']} has {times} times as many neurons as the "
+        f"hidden size ({neurons} is not {times} × {text['hidden_size']})."
+    )
+
+
+def _unrotated(text: dict[str, Any]) -> str | None:
+    has_windows = "sliding_attention" in (text.get("layer_types") or ())
+    if text["model_type"] != "exaone4" or not text.get("sliding_window") or has_windows:
+        return None
+    return (
+        "vLLM would compute another model: without a layer with a window it rotates the queries and keys of all layers."
     )
 
 

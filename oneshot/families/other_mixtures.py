@@ -71,4 +71,9 @@ MISTRAL4 = replace(
     further=None,
 )
 # GLM-4.7-Flash: GLM-4-MoE's experts with DeepSeek's attention; the config names the layers that have experts
-GLM4_MOE_LITE = replace(DEEPSEEK_V3, model_type="glm4_moe_lite", variant=with_stated_layers, with_dense=named_layers)
+GLM4_MOE_LITE = replace(
+    DEEPSEEK_V3,
+    model_type="glm4_moe_lite",
+    variant=with_stated_layers,
+    with_dense=lambda flags: named_layers(flags) | {"first_k_dense_replace": sum(flags)},  # of which engines read one
+)

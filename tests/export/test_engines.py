@@ -162,6 +162,32 @@ def test_fewer_heads_are_told_where_an_engine_cannot_hold_them(
         assert "does not open it" in notes_on_engines(stock(family) | fewer)[0]
 
 
+def test_layers_that_vllm_counts_are_those_of_the_result() -> None:
+    """Of Qwen those before the ones with windows, and of GLM-4.7-Flash those before the ones with experts."""
+    windows = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2}
+    for family in ("qwen2", "qwen3"):
+        config = cut(stock(family, 3, **windows), 0)
+        assert config["layer_types"] == ["full_attention", "sliding_attention"]
+        assert config["max_window_layers"] == 1
+        assert cut(stock(family, 3), 0)["max_window_layers"] == stock(family, 3)["max_window_layers"]
+    lite = stock("glm4_moe_lite", 3, mlp_layer_types=["dense", "sparse", "sparse"]) | {"first_k_dense_replace": 1}
+    for layer, count in ((0, 0), (1, 1)):
+        assert cut(lite, layer)["first_k_dense_replace"] == count
+
+
+def test_what_vllm_takes_for_granted_is_told() -> None:
+    """Falcon's width, and that an EXAONE 4.0 with windows has a layer with one."""
+    falcon = AutoConfig.for_model("falcon", hidden_size=64).to_dict()
+    assert notes_on_engines(falcon) == []
+    (note,) = notes_on_engines(falcon | {"ffn_hidden_size": 192})
+    assert "(192 is not 4 × 64)" in note
+    windowed = stock("exaone4", 4, sliding_window=8, sliding_window_pattern=4)
+    assert not any("rotates the queries" in note for note in notes_on_engines(windowed))
+    without = windowed | {"layer_types": ["full_attention"] * 4}
+    assert any("rotates the queries" in note for note in notes_on_engines(without))
+    assert not any("rotates the queries" in note for note in notes_on_engines(without | {"sliding_window": None}))
+
+
 @pytest.mark.parametrize("sizes", [{"num_attention_heads": 2}, {"head_dim": 32}], ids=str)
 @pytest.mark.parametrize(("name", "engine"), [("vLLM", "vllm"), ("SGLang", "sglang"), ("mlx-lm", "mlx")])
 def test_heads_that_do_not_fill_the_hidden_size_are_told_of_an_engine(

@@ -44,7 +44,6 @@ def test_the_lists_of_engines_have_known_engines_families_and_classes() -> None:
         ("gemma2", "engine=llama.cpp", "stock"),  # with a head of its own, for which llama.cpp has no place
         ("gemma3_text", "engine=llama.cpp", "gguf"),
         ("phi3", "engine=llama.cpp", "stock"),
-        ("falcon", "engine=vllm", "stock"),
     ],
 )
 def test_the_form_opens_in_the_engine_that_is_named(
@@ -70,6 +69,11 @@ def test_the_form_opens_in_the_engine_that_is_named(
         ("opt", {"serve": "engine=mlx", "form": "gguf"}, "MLX has no class for opt; leave engine=mlx out"),
         # only forms that hold the family and that open there are advised
         ("falcon", {"serve": "engine=llama.cpp", "form": "per-layer"}, "open --form per-layer; give --form stock, or"),
+        (
+            "falcon",
+            {"serve": "engine=vllm", "form": "stock"},
+            "vLLM does not open it, because its class of falcon has 4",
+        ),
         ("falcon", {"serve": "engine=vllm", "form": "gguf"}, "open --form gguf; give --form stock, or leave"),
         (
             "qwen2",
