@@ -22,6 +22,7 @@ OTHER_CLASSES = ("MODEL_MAPPING", "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING", "
 FLOAT_TAG, SPECIAL_FLOATS = "__float__", ("Infinity", "-Infinity", "NaN")
 PER_LAYER = ("layer_types", "no_rope_layers")  # lists of a config with an entry for every layer
 WHOLE_LAYERS = "max_window_layers"  # how many of a Qwen have no window; vLLM asks it, transformers `layer_types`
+ATTENDING = "full_attn_idxs"  # the numbers of LFM2's layers with attention; mlx-lm asks it before `layer_types`
 OWN_SIZES = "per_layer_config"  # what a config states of layers whose sizes are not the model's, by their numbers
 
 
@@ -270,13 +271,25 @@ def per_layer_lists(config: dict[str, Any]) -> dict[str, list[Any]]:
 
 def of_layers(config: dict[str, Any], layers: Sequence[int]) -> dict[str, Any]:
     """Return what the config of a model with only these layers states for single ones."""
+    stated = text_of(FAMILIES[config["model_type"]], config)
     chosen: dict[str, Any] = {
-        name: [values[layer] for layer in layers] for name, values in per_layer_lists(config).items()
+        name: [_as_stated(stated.get(name), values)[layer] for layer in layers]
+        for name, values in per_layer_lists(config).items()
     }
+    if ATTENDING in stated:
+        chosen[ATTENDING] = [number for number, layer in enumerate(layers) if layer in stated[ATTENDING]]
     own = {int(layer): sizes for layer, sizes in _complete_text(config).to_dict().get(OWN_SIZES, {}).items()}
     if own:
         chosen[OWN_SIZES] = {str(number): own[layer] for number, layer in enumerate(layers) if layer in own}
     return chosen
+
+
+def _as_stated(stated: Any, values: list[Any]) -> list[Any]:
+    """Return the values of a list in the words that the config has for them, which engines may know alone."""
+    if not isinstance(stated, list) or len(stated) != len(values):
+        return values
+    is_renamed = len({*stated}) == len({*values}) == len({*zip(stated, values, strict=True)})
+    return stated if is_renamed else values
 
 
 def with_kept_layers(config: dict[str, Any], kept: Sequence[int], family: Description) -> dict[str, Any]:

@@ -43,7 +43,13 @@ KINDS_BY_NUMBER = {
 }
 LETTERS = "sliding_window_pattern"  # a letter for each layer, such as LLLG; others state a number, or null
 SCALED_BY_LAYERS = {"gemma2": 46, "gemma3_text": 62}  # where llama.cpp divides the hidden size by the heads
-NEURONS_OF_HIDDEN_SIZE = {"falcon": 4}  # times the hidden size in vLLM, whatever the config says
+# families of which an engine has four times as many neurons as the hidden size, whatever the config says
+NEURONS_OF_HIDDEN_SIZE: dict[str, tuple[str, ...]] = {
+    "llama.cpp": ("falcon", "gpt2", "gpt_bigcode", "phi"),
+    "vLLM": ("falcon",),
+    "SGLang": ("phi",),
+    "mlx-lm": ("gpt2", "gpt_neox"),
+}
 WINDOWED_BY_LAYERS = {"exaone4": 64}  # other numbers of layers have no windows in llama.cpp
 # llama.cpp has one architecture for these families, and finds out by layers and tokens if their queries are one linear
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")
@@ -51,6 +57,7 @@ LITE_LAYERS, LITE_TOKENS = (26, 27), (48, 128256)
 NAMES: dict[str, Engine] = {"llama.cpp": "llama.cpp", "mlx-lm": "mlx", "vLLM": "vllm", "SGLang": "sglang"}
 LLAMA_CPP: tuple[Engine, ...] = ("llama.cpp",)
 VLLM: tuple[Engine, ...] = ("vllm",)
+SGLANG: tuple[Engine, ...] = ("sglang",)
 
 
 def notes_on_engines(config: dict[str, Any]) -> list[str]:
@@ -65,10 +72,10 @@ def engines_that_differ(config: dict[str, Any]) -> list[tuple[tuple[Engine, ...]
     text = complete_text_config(find_family(config), config)
     kinds = tuple(NAMES[name] for name in KINDS_BY_NUMBER.get(text["model_type"], ()))
     heads = tuple(NAMES[name] for name in _with_filling_heads(text))
+    neurons = tuple(NAMES[name] for name in _with_fixed_neurons(text))
     of_llama = (_heads(text), _scale(text), _windows(text), _lite(text))
-    of_vllm = (_neurons(text), _unrotated(text))
-    notes = [(kinds, _kinds(text)), *((LLAMA_CPP, note) for note in of_llama), *((VLLM, note) for note in of_vllm)]
-    notes.append((heads, _heads_of_others(text)))
+    notes = [(kinds, _kinds(text)), *((LLAMA_CPP, note) for note in of_llama), (VLLM, _unrotated(text))]
+    notes += [(SGLANG, _biases(text)), (neurons, _neurons(text)), (heads, _heads_of_others(text))]
     return [(engines, note) for engines, note in notes if note is not None]
 
 
@@ -100,13 +107,29 @@ def _heads_of_others(text: dict[str, Any]) -> str | None:
 
 
 def _neurons(text: dict[str, Any]) -> str | None:
-    times, neurons = NEURONS_OF_HIDDEN_SIZE.get(text["model_type"]), text.get("ffn_hidden_size")
-    if times is None or neurons == times * text["hidden_size"]:
+    engines = _with_fixed_neurons(text)
+    if not engines:
+        return None
+    sizes = FAMILIES[text["model_type"]].sizes
+    hidden = text[sizes.hidden_size]
+    neurons = text.get(sizes.intermediate_size) or 4 * hidden
+    if neurons == 4 * hidden:
         return None
     return (
-        f"vLLM does not open it, because its class of {text['model_type']} has {times} times as many neurons as the "
-        f"hidden size ({neurons} is not {times} × {text['hidden_size']})."
+        f"In {_together(engines)} it does not open, because the class of {text['model_type']} there has four times as "
+        f"many neurons as the hidden size ({neurons} is not 4 × {hidden})."
     )
+
+
+def _with_fixed_neurons(text: dict[str, Any]) -> list[str]:
+    """Return the engines whose class has four times as many neurons as the hidden size."""
+    return [name for name, families in NEURONS_OF_HIDDEN_SIZE.items() if text["model_type"] in families]
+
+
+def _biases(text: dict[str, Any]) -> str | None:
+    if text["model_type"] != "llama" or not text.get("mlp_bias"):
+        return None
+    return "SGLang would compute another model: its class of llama leaves out the biases of FFNs."
 
 
 def _unrotated(text: dict[str, Any]) -> str | None:

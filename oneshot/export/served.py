@@ -28,7 +28,10 @@ ENCODERS = ("bert", "distilbert", "roberta", "xlm-roberta", "camembert", "electr
 NO_CLASS: dict[Engine, tuple[str, ...]] = {
     "vllm": ("t5", "mt5", "distilbert", "electra", "camembert"),
     "sglang": ("t5", "mt5", "distilbert", "electra", "camembert", "modernbert"),
-    "mlx": ("arcee", "cwm", "falcon", "ministral", "opt", *ENCODERS),
+    "mlx": (
+        *("arcee", "cwm", "falcon", "glm4v", "internvl", "lfm2_vl", "llava_next", "llava_onevision", "ministral"),
+        *("opt", "qwen3_5_moe_text", "qwen3_5_text", "smolvlm", *ENCODERS),
+    ),
     "llama.cpp": ("cwm", "helium", "ministral", "opt", "electra"),
 }
 # families whose layers are not Llama's, by transformers' class, that the plugin opens; it has the same lists

@@ -6,7 +6,8 @@ Behind them is one FFN, or experts beside it.
 from dataclasses import replace
 from typing import Any
 
-from oneshot.architecture import Carried, Description, FeedForward, Sizes
+from oneshot.architecture import Carried, Description, FeedForward, ModelShape, Sizes
+from oneshot.architecture.resizing import set_widths
 from oneshot.families.falcon_h1 import SCAN
 from oneshot.families.llama import STACK
 from oneshot.families.llamas import granite_factors
@@ -21,12 +22,17 @@ FFN = FeedForward(
 )
 
 
+def with_both_widths(keys: Sizes, config: dict[str, Any], shape: ModelShape) -> dict[str, Any]:
+    """Return the config with the width also as `intermediate_size`, which llama.cpp and mlx-lm read without experts."""
+    return set_widths(keys, config, shape) | {"intermediate_size": shape.intermediate_size}
+
+
 def variant(family: Description, config: dict[str, Any]) -> Description:
     """Return the family with the factors and the experts that a config states."""
     family = granite_factors(family, config)
     experts = GRANITE_MOE.stack.experts
     if config.get("num_local_experts") == 0 or experts is None:
-        return family
+        return replace(family, resize=with_both_widths) if config.get("intermediate_size") == config[WIDTH] else family
     stack = family.stack.with_experts(replace(experts, beside="shared_mlp"))
     sizes = replace(GRANITE_MOE.sizes, shared_expert_width=WIDTH)
     return replace(family, stack=replace(stack, fused={}), sizes=sizes)

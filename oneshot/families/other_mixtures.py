@@ -75,5 +75,6 @@ GLM4_MOE_LITE = replace(
     DEEPSEEK_V3,
     model_type="glm4_moe_lite",
     variant=with_stated_layers,
-    with_dense=lambda flags: named_layers(flags) | {"first_k_dense_replace": sum(flags)},  # of which engines read one
+    # vLLM reads the second; llama.cpp takes the gates of other numbers of layers for a softmax without the third
+    with_dense=lambda flags: named_layers(flags) | {"first_k_dense_replace": sum(flags), "scoring_func": "sigmoid"},
 )

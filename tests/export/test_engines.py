@@ -5,6 +5,7 @@ SGLang 0.5.23.
 """
 
 import logging
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,13 @@ from factories import MakeCheckpoint, MakeConfig
 from transformers import AutoConfig
 
 from oneshot.checkpoint import per_layer_lists, with_kept_layers
-from oneshot.export.engines import HEADS_FILL_HIDDEN_SIZE, KINDS_BY_NUMBER, notes_on_engines
+from oneshot.export.engines import (
+    HEADS_FILL_HIDDEN_SIZE,
+    KINDS_BY_NUMBER,
+    NAMES,
+    NEURONS_OF_HIDDEN_SIZE,
+    notes_on_engines,
+)
 from oneshot.export.served import reason_against_result
 from oneshot.export.stock import StockForm
 from oneshot.families import find_family
@@ -38,21 +45,22 @@ def cut(config: dict[str, Any], layer: int) -> dict[str, Any]:
     return with_kept_layers(config, kept, find_family(config))
 
 
-def documented(changed: str, engine: str, number: int = 0) -> set[str]:
-    """Return the families in a line of the table of docs/engines.md, the first one that begins so or a later one."""
-    cells = [line.split("|") for line in (ROOT / "docs" / "engines.md").read_text().splitlines()]
-    lines = [one for one in cells if len(one) == 6 and one[1].strip().startswith(changed) and one[2].strip() == engine]
-    return set(lines[number][3].strip().split(", "))
+def documented(changed: str, engine: str) -> set[str]:
+    """Return the families of an engine in the table of docs/engines.md, of what has changed or "the same"."""
+    lines = (ROOT / "docs" / "engines.md").read_text().splitlines()
+    cells = [[cell.strip() for cell in line.split("|")] for line in lines if line.count("|") == 5]
+    starts = list(accumulate((one[1] for one in cells), lambda before, here: before if here == "the same" else here))
+    found = [one[3] for start, one in zip(starts, cells, strict=True) if start.startswith(changed) and one[2] == engine]
+    return set(found[0].split(", "))
 
 
 def test_the_page_names_the_families() -> None:
-    for name, families in HEADS_FILL_HIDDEN_SIZE.items():
-        engine, is_first = "vLLM's own class" if name == "vLLM" else name, name == "llama.cpp"
+    for name in NAMES:
+        engine = "vLLM's own class" if name == "vLLM" else name
         moved = {family for family, names in KINDS_BY_NUMBER.items() if name in names}
-        assert documented("layers have moved" if is_first else "the same", engine) == moved
-        assert documented("heads × head size" if is_first else "the same", engine, 0 if is_first else 1) == set(
-            families
-        )
+        assert documented("layers have moved", engine) == moved
+        assert documented("heads × head size", engine) == set(HEADS_FILL_HIDDEN_SIZE[name])
+        assert documented("FFN neurons", engine) == set(NEURONS_OF_HIDDEN_SIZE[name])
 
 
 @pytest.mark.parametrize(
@@ -162,8 +170,8 @@ def test_fewer_heads_are_told_where_an_engine_cannot_hold_them(
         assert "does not open it" in notes_on_engines(stock(family) | fewer)[0]
 
 
-def test_layers_that_vllm_counts_are_those_of_the_result() -> None:
-    """Of Qwen those before the ones with windows, and of GLM-4.7-Flash those before the ones with experts."""
+def test_numbers_of_layers_are_those_of_the_result() -> None:
+    """Of Qwen those before windows, of GLM-4.7-Flash those before experts, of LFM2 those with attention."""
     windows = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2}
     for family in ("qwen2", "qwen3"):
         config = cut(stock(family, 3, **windows), 0)
@@ -173,14 +181,35 @@ def test_layers_that_vllm_counts_are_those_of_the_result() -> None:
     lite = stock("glm4_moe_lite", 3, mlp_layer_types=["dense", "sparse", "sparse"]) | {"first_k_dense_replace": 1}
     for layer, count in ((0, 0), (1, 1)):
         assert cut(lite, layer)["first_k_dense_replace"] == count
+        assert cut(lite, layer)["scoring_func"] == "sigmoid"
+    lfm2 = stock("lfm2", 4, layer_types=["conv", "full_attention", "conv", "full_attention"])
+    config = cut(lfm2 | {"full_attn_idxs": [1, 3]}, 0)
+    assert config["full_attn_idxs"] == [0, 2]
+    assert config["layer_types"] == ["full_attention", "conv", "full_attention"]
+    assert "full_attn_idxs" not in cut({name: lfm2[name] for name in lfm2.keys() - {"full_attn_idxs"}}, 0)
 
 
-def test_what_vllm_takes_for_granted_is_told() -> None:
-    """Falcon's width, and that an EXAONE 4.0 with windows has a layer with one."""
-    falcon = AutoConfig.for_model("falcon", hidden_size=64).to_dict()
-    assert notes_on_engines(falcon) == []
-    (note,) = notes_on_engines(falcon | {"ffn_hidden_size": 192})
-    assert "(192 is not 4 × 64)" in note
+def test_kinds_of_layers_keep_the_words_of_the_input() -> None:
+    """Granite 4's files say mamba and attention, which transformers 5 calls otherwise and llama.cpp does not."""
+    kinds = ["mamba", "attention", "mamba", "attention"]
+    config = AutoConfig.for_model("granitemoehybrid", **SIZES, num_hidden_layers=4, layer_types=kinds).to_dict()
+    assert cut(config | {"layer_types": kinds}, 0)["layer_types"] == kinds[1:]
+    assert cut(config, 0)["layer_types"] == config["layer_types"][1:]
+
+
+def test_what_engines_take_for_granted_is_told() -> None:
+    """The width of FFNs, that they have no biases, and that an EXAONE 4.0 with windows has a layer with one."""
+    for name, families in NEURONS_OF_HIDDEN_SIZE.items():
+        for family in families:
+            width = find_family({"model_type": family}).sizes.intermediate_size
+            dense = AutoConfig.for_model(family, hidden_size=64).to_dict() | {width: 256}
+            assert not any("many neurons" in note for note in notes_on_engines(dense))
+            (note,) = (note for note in notes_on_engines(dense | {width: 192}) if "many neurons" in note)
+            assert name in note.partition(" it does not open")[0]
+            assert "(192 is not 4 × 64)" in note
+            assert note.removesuffix(".") in str(reason_against_result(NAMES[name], dense | {width: 192}))
+    (note,) = notes_on_engines(stock("llama") | {"mlp_bias": True})
+    assert note.startswith("SGLang would compute another model")
     windowed = stock("exaone4", 4, sliding_window=8, sliding_window_pattern=4)
     assert not any("rotates the queries" in note for note in notes_on_engines(windowed))
     without = windowed | {"layer_types": ["full_attention"] * 4}
@@ -195,8 +224,8 @@ def test_heads_that_do_not_fill_the_hidden_size_are_told_of_an_engine(
 ) -> None:
     """Of fewer heads, or of wider ones, its class makes another head size."""
     for family in HEADS_FILL_HIDDEN_SIZE[name]:
-        dense = {"head_dim": 16} | stock(family)
-        assert notes_on_engines(dense) == []
+        dense = {"head_dim": 16} | stock(family, intermediate_size=256)
+        assert not any("head size" in note for note in notes_on_engines(dense))
         note = notes_on_engines(dense | sizes)[-1]
         assert name in note.partition(" it does not open or is another model")[0]
         reason = reason_against_result(engine, dense | sizes)

@@ -72,7 +72,7 @@ def test_the_form_opens_in_the_engine_that_is_named(
         (
             "falcon",
             {"serve": "engine=vllm", "form": "stock"},
-            "vLLM does not open it, because its class of falcon has 4",
+            "vLLM it does not open, because the class of falcon",
         ),
         ("falcon", {"serve": "engine=vllm", "form": "gguf"}, "open --form gguf; give --form stock, or leave"),
         (
