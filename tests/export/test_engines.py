@@ -4,6 +4,7 @@ The numbers are from llama.cpp (llama-cpp-python 0.3.36, `src/models/*.cpp`), ml
 SGLang 0.5.23.
 """
 
+import json
 import logging
 from itertools import accumulate
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from damage import edit_config
 from factories import MakeCheckpoint, MakeConfig
+from families.cases import variants
 from transformers import AutoConfig
 
 from oneshot.checkpoint import per_layer_lists, with_kept_layers
@@ -195,6 +197,19 @@ def test_kinds_of_layers_keep_the_words_of_the_input() -> None:
     config = AutoConfig.for_model("granitemoehybrid", **SIZES, num_hidden_layers=4, layer_types=kinds).to_dict()
     assert cut(config | {"layer_types": kinds}, 0)["layer_types"] == kinds[1:]
     assert cut(config, 0)["layer_types"] == config["layer_types"][1:]
+
+
+@pytest.mark.parametrize("stated", [64, 96])
+def test_granite_without_experts_states_both_widths(
+    stated: int, own_checkpoint: MakeCheckpoint, make_config: MakeConfig
+) -> None:
+    """llama.cpp and mlx-lm read the other one than transformers, so both change if the input states one width."""
+    folder = own_checkpoint(**variants()["granitemoehybrid"])
+    edit_config(folder, intermediate_size=stated)
+    output = compress(make_config(folder, form="stock", recipe="magnitude", sparsity=0.05)).config["output"]
+    config = json.loads((Path(output) / "config.json").read_text())
+    assert config["shared_intermediate_size"] < 64
+    assert config["intermediate_size"] == (config["shared_intermediate_size"] if stated == 64 else stated)
 
 
 def test_what_engines_take_for_granted_is_told() -> None:
