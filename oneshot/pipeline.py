@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from oneshot.checkpoint import (
+    Checkpoint,
     GgufCheckpoint,
     complete_text_config,
     open_gguf,
@@ -102,7 +103,7 @@ def refuse_ahead(configs: Sequence[Config], *, plans: bool = True) -> None:
             source = open_headers(first.checkpoint, Path(), first.revision)
         except CheckpointError:  # opening the run tells of it, or finds the model in the hub's cache
             return
-        run = Run(_largest(configs), Path(), [output_folder(config.output) for config in configs], source=source)
+        run = _run_on_headers(_largest(configs), source, [output_folder(config.output) for config in configs])
         if not plans:
             run.check_text()
         for config in configs if plans else ():
@@ -112,6 +113,15 @@ def refuse_ahead(configs: Sequence[Config], *, plans: bool = True) -> None:
 def _largest(configs: Sequence[Config]) -> Config:
     """Return the config with the largest target, which decides whether a model needs further tensors."""
     return max(configs, key=lambda one: one.target.sparsity or 0)
+
+
+def _run_on_headers(config: Config, source: Checkpoint, outputs: Sequence[Path] = ()) -> Run:
+    """Return a run that reads no weights, if there is enough memory for the conversion of a GGUF file."""
+    run = Run(config, Path(), outputs, source=source)
+    if run.gguf is not None:
+        bounds = current_bounds(config.machine, run.machine.device)
+        refuse_conversion(config.checkpoint, run.gguf, config.machine, bounds)
+    return run
 
 
 def _planned_on_headers(config: Config, run: Run, *, dry: bool) -> Job:
@@ -204,10 +214,7 @@ def predict(config: Config) -> Footprint:
         source = open_headers(config.checkpoint, Path(), config.revision)
         gguf = source if isinstance(source, GgufCheckpoint) else None
         config = with_kept_dtype(config, gguf)
-        run = Run(config, Path(), source=source)
-        if gguf is not None:
-            bounds = current_bounds(config.machine, run.machine.device)
-            refuse_conversion(config.checkpoint, gguf, config.machine, bounds)
+        run = _run_on_headers(config, source)
         job = _planned_on_headers(config, run, dry=True)
         if config.target.max_loss is not None or config.target.finds_share:
             logger.warning(

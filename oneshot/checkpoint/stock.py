@@ -276,7 +276,7 @@ def of_layers(config: dict[str, Any], layers: Sequence[int]) -> dict[str, Any]:
         name: [_as_stated(stated.get(name), values)[layer] for layer in layers]
         for name, values in per_layer_lists(config).items()
     }
-    if ATTENDING in stated:
+    if stated.get(ATTENDING) is not None:
         chosen[ATTENDING] = [number for number, layer in enumerate(layers) if layer in stated[ATTENDING]]
     own = {int(layer): sizes for layer, sizes in _complete_text(config).to_dict().get(OWN_SIZES, {}).items()}
     if own:
