@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
-    AutoTokenizer,
     GptOssConfig,
     GraniteMoeConfig,
     PretrainedConfig,

@@ -104,10 +104,11 @@ def refuse_ahead(configs: Sequence[Config], *, plans: bool = True) -> None:
         except CheckpointError:  # opening the run tells of it, or finds the model in the hub's cache
             return
         run = _run_on_headers(_largest(configs), source, [output_folder(config.output) for config in configs])
-        if not plans:
+        if plans:
+            for config in configs:
+                _planned_on_headers(config, run, dry=False)
+        else:
             run.check_text()
-        for config in configs if plans else ():
-            _planned_on_headers(config, run, dry=False)
 
 
 def _largest(configs: Sequence[Config]) -> Config:

@@ -271,11 +271,12 @@ def per_layer_lists(config: dict[str, Any]) -> dict[str, list[Any]]:
 
 def of_layers(config: dict[str, Any], layers: Sequence[int]) -> dict[str, Any]:
     """Return what the config of a model with only these layers states for single ones."""
-    stated = text_of(FAMILIES[config["model_type"]], config)
+    lists, stated = per_layer_lists(config), text_of(FAMILIES[config["model_type"]], config)
     chosen: dict[str, Any] = {
-        name: [_as_stated(stated.get(name), values)[layer] for layer in layers]
-        for name, values in per_layer_lists(config).items()
+        name: [_as_stated(stated.get(name), values)[layer] for layer in layers] for name, values in lists.items()
     }
+    if WHOLE_LAYERS in stated and len({*lists.get("layer_types", ())}) > 1:
+        chosen[WHOLE_LAYERS] = chosen["layer_types"].count("full_attention")
     if stated.get(ATTENDING) is not None:
         chosen[ATTENDING] = [number for number, layer in enumerate(layers) if layer in stated[ATTENDING]]
     own = {int(layer): sizes for layer, sizes in _complete_text(config).to_dict().get(OWN_SIZES, {}).items()}
@@ -297,8 +298,6 @@ def with_kept_layers(config: dict[str, Any], kept: Sequence[int], family: Descri
     lists, text = per_layer_lists(config), text_of(family, config)
     equal = {name for name, values in lists.items() if name not in text and len(set(values)) == 1}
     stated = {name: values for name, values in of_layers(config, kept).items() if name not in equal}
-    if WHOLE_LAYERS in text and len({*lists.get("layer_types", ())}) > 1:
-        stated[WHOLE_LAYERS] = stated["layer_types"].count("full_attention")
     if family.stack.experts is not None:
         stated |= family.with_dense([layer in family.dense_layers for layer in kept])
     return with_text(family, config, {family.sizes.num_hidden_layers: len(kept)} | stated)

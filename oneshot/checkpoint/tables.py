@@ -68,8 +68,7 @@ def tied(checkpoint: Checkpoint, family: Description) -> Checkpoint:
     if names is None or family.decoder is not None:
         raise PlanError("--tie needs an output head that is stored beside the embedding; leave it out.")
     rows = checkpoint.shapes[names[0]][0]
-    is_at_hand = checkpoint.weights_at_hand  # if it is not, a run will see
-    difference = _difference(checkpoint, names, range(0, rows, PANEL_ROWS), PANEL_ROWS) if is_at_hand else 0.0
+    difference = _difference(checkpoint, names, range(0, rows, PANEL_ROWS), PANEL_ROWS)
     if difference > NOISE:
         raise PlanError(
             f"--tie needs two copies of one table, but head and embedding differ by {difference:.0%}; leave it out."
@@ -100,7 +99,12 @@ def _are_equal(checkpoint: Checkpoint, names: tuple[str, str]) -> bool:
 
 
 def _difference(checkpoint: Checkpoint, names: tuple[str, str], starts: range, rows: int) -> float:
-    """Return the Frobenius norm of the difference of two tables in panels of rows, divided by the first one's."""
+    """Return the Frobenius norm of the difference of two tables in panels of rows, divided by the first one's.
+
+    It is 0 where no weights can be read, as they are taken for equal: a run will see.
+    """
+    if not checkpoint.weights_at_hand:
+        return 0.0
     apart = whole = 0.0
     for first, second in _panels(checkpoint, names, starts, rows):
         first = first.double()

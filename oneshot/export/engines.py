@@ -55,9 +55,6 @@ WINDOWED_BY_LAYERS = {"exaone4": 64}  # other numbers of layers have no windows 
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")
 LITE_LAYERS, LITE_TOKENS = (26, 27), (48, 128256)
 NAMES: dict[str, Engine] = {"llama.cpp": "llama.cpp", "mlx-lm": "mlx", "vLLM": "vllm", "SGLang": "sglang"}
-LLAMA_CPP: tuple[Engine, ...] = ("llama.cpp",)
-VLLM: tuple[Engine, ...] = ("vllm",)
-SGLANG: tuple[Engine, ...] = ("sglang",)
 
 
 def notes_on_engines(config: dict[str, Any]) -> list[str]:
@@ -70,24 +67,28 @@ def engines_that_differ(config: dict[str, Any]) -> list[tuple[tuple[Engine, ...]
     if config.get("model_type") not in FAMILIES:
         return []
     text = complete_text_config(find_family(config), config)
-    kinds = tuple(NAMES[name] for name in KINDS_BY_NUMBER.get(text["model_type"], ()))
-    heads = tuple(NAMES[name] for name in _with_filling_heads(text))
-    neurons = tuple(NAMES[name] for name in _with_fixed_neurons(text))
-    of_llama = (_heads(text), _scale(text), _windows(text), _lite(text))
-    notes = [(kinds, _kinds(text)), *((LLAMA_CPP, note) for note in of_llama), (VLLM, _unrotated(text))]
-    notes += [(SGLANG, _biases(text)), (neurons, _neurons(text)), (heads, _heads_of_others(text))]
-    return [(engines, note) for engines, note in notes if note is not None]
+    heads, neurons = (_engines_in(families, text) for families in (HEADS_FILL_HIDDEN_SIZE, NEURONS_OF_HIDDEN_SIZE))
+    others = [name for name in heads if name != "llama.cpp"]
+    notes = [
+        (KINDS_BY_NUMBER.get(text["model_type"], ()), _kinds(text)),
+        (["llama.cpp"], _heads(text) if "llama.cpp" in heads else None),
+        *((["llama.cpp"], note) for note in (_scale(text), _windows(text), _lite(text))),
+        (["vLLM"], _unrotated(text)),
+        (["SGLang"], _biases(text)),
+        (neurons, _neurons(neurons, text)),
+        (others, _heads_of_others(others, text)),
+    ]
+    return [(tuple(NAMES[name] for name in names), note) for names, note in notes if note is not None]
 
 
-def _with_filling_heads(text: dict[str, Any]) -> list[str]:
-    """Return the engines other than llama.cpp whose class takes the head size for hidden size ÷ heads."""
-    others = {name: families for name, families in HEADS_FILL_HIDDEN_SIZE.items() if name != "llama.cpp"}
-    return [name for name, families in others.items() if text["model_type"] in families]
+def _engines_in(families: dict[str, tuple[str, ...]], text: dict[str, Any]) -> list[str]:
+    """Return the engines that list the family of a config."""
+    return [name for name, listed in families.items() if text["model_type"] in listed]
 
 
 def _heads(text: dict[str, Any]) -> str | None:
     sizes = _unequal(text)
-    if text["model_type"] not in HEADS_FILL_HIDDEN_SIZE["llama.cpp"] or sizes is None:
+    if sizes is None:
         return None
     return (
         f"llama.cpp does not open it, because its architecture of {text['model_type']} wants heads that fill the "
@@ -96,8 +97,8 @@ def _heads(text: dict[str, Any]) -> str | None:
     )
 
 
-def _heads_of_others(text: dict[str, Any]) -> str | None:
-    engines, sizes = _with_filling_heads(text), _unequal(text)
+def _heads_of_others(engines: Sequence[str], text: dict[str, Any]) -> str | None:
+    sizes = _unequal(text)
     if not engines or sizes is None:
         return None
     return (
@@ -106,8 +107,7 @@ def _heads_of_others(text: dict[str, Any]) -> str | None:
     )
 
 
-def _neurons(text: dict[str, Any]) -> str | None:
-    engines = _with_fixed_neurons(text)
+def _neurons(engines: Sequence[str], text: dict[str, Any]) -> str | None:
     if not engines:
         return None
     sizes = FAMILIES[text["model_type"]].sizes
@@ -119,11 +119,6 @@ def _neurons(text: dict[str, Any]) -> str | None:
         f"In {_together(engines)} it does not open, because the class of {text['model_type']} there has four times as "
         f"many neurons as the hidden size ({neurons} is not 4 × {hidden})."
     )
-
-
-def _with_fixed_neurons(text: dict[str, Any]) -> list[str]:
-    """Return the engines whose class has four times as many neurons as the hidden size."""
-    return [name for name, families in NEURONS_OF_HIDDEN_SIZE.items() if text["model_type"] in families]
 
 
 def _biases(text: dict[str, Any]) -> str | None:

@@ -352,7 +352,7 @@ def test_the_result_has_the_files_dtype(stored: str, result: str, as_gguf: Edit,
 
 
 def test_a_warning_is_given_once(as_gguf: Edit, make_config: MakeConfig, caplog: pytest.LogCaptureFixture) -> None:
-    """Although the run is planned before the conversion and after it."""
+    """Plan before the conversion and after it, and tell once."""
     compress(make_config(as_gguf(), sparsity=0.05, num_sequences=2))
     assert "calibration tokens are few" in caplog.text
     assert len(caplog.messages) == len({*caplog.messages})

@@ -86,7 +86,7 @@ def with_an_equal_head(folder: Path, copy: Path, *, tied: bool) -> Path:
 def test_an_equal_head_counts_once(
     tie: bool, make_checkpoint: MakeCheckpoint, make_config: MakeConfig, on_hub: Any, tmp_path: Path
 ) -> None:
-    """Where the config ties both, or `--tie` does."""
+    """Count it once where the config ties both, or where `--tie` does."""
     folder = with_an_equal_head(make_checkpoint(tied=True), tmp_path / "two tables", tied=not tie)
     on_hub(folder)
     found = predict(make_config(Path(NAME), tie=tie, revision="v1"))
